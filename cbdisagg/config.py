@@ -1,0 +1,151 @@
+"""Settings: frozen structs, their defaults, and the checks that need no file, clock or machine.
+
+Knows what every key means and which values contradict each other. Does not read files or the environment: load.py does.
+Keys are those of the TOML files under configs/; a key that is not here is an error there.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+EMBEDDED_MODEL = "smollm2"
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True):
+    """`path`: a Hugging Face folder or a .gguf file; `name`: a hub id, or "smollm2", the embedded model.
+
+    `max_len` is the longest prompt + output in tokens; 0 takes the model's own context, at most what the pool holds.
+    """
+
+    path: str = ""
+    name: str = ""
+    served_name: str = ""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    max_len: int = 0
+
+
+class Targets(Struct, frozen=True, forbid_unknown_fields=True):
+    """Time to first token and time per output token that the policy aims for, in milliseconds."""
+
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 50.0
+
+
+class Workers(Struct, frozen=True, forbid_unknown_fields=True):
+    """`count` equal workers. `role` is a preference that the policy reads, not a limit.
+
+    `threads` 0 divides the cores among the workers; `cpus` pins ("0,2-3"; "" pins when cores are shared; "none" never).
+    """
+
+    role: Literal["prefill", "decode", "any"] = "any"
+    count: int = 1
+    device: Literal["cpu"] = "cpu"
+    threads: int = 0
+    cpus: str = ""
+
+
+class Kv(Struct, frozen=True, forbid_unknown_fields=True):
+    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB."""
+
+    page_size: int = 16
+    pages: int = 0
+    memory_mb: int = 0
+    prefix_cache: bool = True
+
+
+class Scheduler(Struct, frozen=True, forbid_unknown_fields=True):
+    """`max_batch`: sequences that run at once. `token_budget`: tokens of one step, decode and prefill together.
+
+    `mixed` false keeps prefill and decode in separate steps.
+    """
+
+    max_batch: int = 64
+    token_budget: int = 512
+    mixed: bool = True
+
+
+class Policy(Struct, frozen=True, forbid_unknown_fields=True):
+    """`mode`: decide each request's route by predicted latency, or never, or always hand over.
+
+    `queue_limit`: requests that may wait for a worker before new ones get 429. `suspect_s`: a worker with work and no
+    progress for this long is replaced.
+    """
+
+    mode: Literal["auto", "aggregate", "disaggregate"] = "auto"
+    queue_limit: int = 256
+    suspect_s: float = 20.0
+
+
+class Transfer(Struct, frozen=True, forbid_unknown_fields=True):
+    """`kind`: how pages move between workers; auto takes the fastest that the self-test passes.
+
+    `floor_gbps`: a pair whose self-test is slower (in 10^9 bytes per second) is reported and not used. 0: no floor.
+    """
+
+    kind: Literal["auto", "shm", "zmq"] = "auto"
+    floor_gbps: float = 0.0
+
+
+class Http(Struct, frozen=True, forbid_unknown_fields=True):
+    """With an `api_key`, or the first line of `api_key_file`, every path but /health and /ready asks for it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = ""
+    api_key_file: str = ""
+
+
+class Limits(Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request may ask for; more is a 400 that names the field (413 for the body)."""
+
+    max_output_tokens: int = 0  # 0: whatever the context leaves
+    body_mb: float = 16.0
+    header_kb: int = 32
+    json_depth: int = 128
+    n: int = 16
+    prompts: int = 64
+    logprobs: int = 20
+    stop: int = 16
+    stop_chars: int = 1024
+    stop_token_ids: int = 256
+    logit_bias: int = 1024
+    stalled_reader_s: float = 300.0
+
+
+class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
+    """Sockets between the processes. Empty `bind`: Unix sockets in a private folder.
+
+    `bind`: an IP address to listen on by tcp; `advertise`: the address that others use to reach it; `curve_keys`: a
+    folder with the CURVE key pair (`cbdisagg.key`, `cbdisagg.key_secret`), required with tcp.
+    """
+
+    bind: str = ""
+    advertise: str = ""
+    curve_keys: str = ""
+
+
+class Debug(Struct, frozen=True, forbid_unknown_fields=True):
+    """`invariants`: check the cores after every event. `journal`: a folder for one file of events per process."""
+
+    invariants: bool = False
+    journal: str = ""
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    model: Model = Model(name=EMBEDDED_MODEL)
+    targets: Targets = Targets()
+    workers: tuple[Workers, ...] = (Workers(role="prefill"), Workers(role="decode"))
+    kv: Kv = field(default_factory=Kv)
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    policy: Policy = field(default_factory=Policy)
+    transfer: Transfer = field(default_factory=Transfer)
+    http: Http = field(default_factory=Http)
+    limits: Limits = field(default_factory=Limits)
+    cluster: Cluster = field(default_factory=Cluster)
+    debug: Debug = field(default_factory=Debug)
+
+
+class ConfigError(Exception):
+    """A setting that cannot be used: one line that names the key, the value and what would be right."""

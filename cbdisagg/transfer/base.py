@@ -1,0 +1,93 @@
+"""Moving KV pages from a prefill worker's pool into a decode worker's: the seam, and who calls what from where.
+
+A worker has one `Transfer` for all its peers; for each peer it uses the first kind that works (shm, then zmq). Life of a
+pairing P -> D: D's `WorkerInfo` reaches P; P calls `connect`, which opens D's pool and writes a test pattern; P tells D
+by a Probe; D calls `verify`. Life of an attempt: D calls `expect`; P's runner thread calls `push` once a layer and `end`
+after the last layer of a step; `on_push_done` fires at P when the pages are no longer read; at D `on_landed` fires when
+all expected bytes are in place (receiver-placed kinds only); `forget` drops the rest.
+
+Ordering: `shm` is sender-placed, every byte is in D's pool when `end` returns, so P's next message to D comes after the
+data. `zmq` is receiver-placed, its data travel beside the messages, and D runs the request when both have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbdisagg.messages import Address, AttemptId, PoolInfo, Probe, Push, WorkerInfo
+
+RECEIVER_PLACED = frozenset({"zmq"})
+"""Kinds whose data are placed by the receiver: it waits for Landed besides KvReady."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `connect` did: the kind in use ("" if none), the pattern it sent, and why it is not the first choice."""
+
+    kind: str
+    nbytes: int
+    checksum: int
+    seconds: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What `verify` found: the kind ("" if the pattern is not there) and the speed."""
+
+    kind: str
+    bytes_per_s: float
+    note: str
+
+
+class Pool(Protocol):
+    """This worker's KV memory: one anonymous memory file, mapped."""
+
+    @property
+    def info(self) -> PoolInfo: ...
+
+    @property
+    def pages(self) -> NDArray[np.uint8]:
+        """All pages as bytes, shape [layers, pages, page_bytes]; the engine builds its tensors on the same memory."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Transfer(Protocol):
+    def connect(self, peer: WorkerInfo) -> Opened:
+        """Blocks while it tests; called from a thread, never twice for one incarnation."""
+        ...
+
+    def verify(self, peer: Address, probe: Probe) -> Seen:
+        """Blocks while it reads the pattern; called from a thread."""
+        ...
+
+    def disconnect(self, peer: Address) -> None:
+        """Close both directions. Pushes in flight to it end at once, with their on_push_done."""
+        ...
+
+    def expect(self, attempt: AttemptId, source: Address, pages: tuple[int, ...]) -> None: ...
+
+    def forget(self, attempt: AttemptId) -> None: ...
+
+    def push(self, layer: int, push: Push) -> None:
+        """Runner thread: send this layer of the push's pages. May wait while too many bytes are in flight."""
+        ...
+
+    def end(self, push: Push) -> None:
+        """Runner thread, after the last layer: what is left goes out; on_push_done follows."""
+        ...
+
+    def close(self) -> None: ...
+
+
+PushDoneCallback = Callable[[int, str, int, float], None]
+"""(serial, kind, bytes, seconds); from any thread."""
+LandedCallback = Callable[[AttemptId], None]
+"""From any thread."""
