@@ -149,3 +149,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ConfigError(Exception):
     """A setting that cannot be used: one line that names the key, the value and what would be right."""
+
+
+class ModelError(ConfigError):
+    """A model that cannot be prepared or read: one line that names the file or the hub id, and what would be right."""

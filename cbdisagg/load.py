@@ -103,7 +103,8 @@ def print_config(config: Config, origins: Mapping[str, str] | None = None) -> st
         result = tomlkit.table()
         for name, value in msgspec.structs.asdict(values).items():
             default = getattr(defaults, name)
-            source = (origins or {}).get(f"{section}.{name}") or ("default" if value == default else "set")
+            known = "default" if value == default or origins is not None else "set"
+            source = (origins or {}).get(f"{section}.{name}", known)
             note = source if source == "default" else f"{source}; default {show(default)}"
             result.add(name, tomlkit.item(value).comment(" ".join(note.split())))
         return result
