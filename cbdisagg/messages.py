@@ -66,10 +66,10 @@ class Envelope(Struct, frozen=True, array_like=True):
 class Sampling(Struct, frozen=True, omit_defaults=True):
     """How to draw the tokens of one sequence. Values are valid: the api has checked them.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 switch the filters off. `end_ids` are the ids that end the
-    sequence (the model's end tokens, unless they are to be ignored, and the request's stop ids); before `min_tokens`
-    they cannot be drawn. `logprobs` and `prompt_logprobs` are the number of alternatives, -1 for none at all; they are
-    taken from the model's own distribution, before temperature, bias and penalties.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 switch the filters off. `end_ids` are the ids that end
+    the sequence (the model's end tokens, unless they are to be ignored, and the request's stop ids); before
+    `min_tokens` they cannot be drawn. `logprobs` and `prompt_logprobs` are the number of alternatives, -1 for none at
+    all; they are taken from the model's own distribution, before temperature, bias and penalties.
     """
 
     max_tokens: int
@@ -380,11 +380,9 @@ class Load(Struct, frozen=True, tag=True):
     """worker -> coordinator: after changes, and at least once a second.
 
     `queued_tokens`: prompt tokens still to compute here. `step_s`, `token_s`: a step takes about step_s with running
-    sequences alone and token_s more for each prompt token in it. `seen` counts the Submits received from this
-    coordinator, so that it knows which of its routes these numbers include.
+    sequences alone and token_s more for each prompt token in it. `busy`: it has work, so `counters.steps` must grow.
     """
 
-    seen: int
     busy: bool
     running: int
     waiting: int
@@ -411,8 +409,12 @@ class Pair(Struct, frozen=True, array_like=True):
     note: str = ""
 
 
+RECEIVER_PLACED = frozenset({"zmq"})
+"""Transports whose data travel beside the messages: the receiver places them, and waits for them besides KvReady."""
+
+
 class Paired(Struct, frozen=True, tag=True):
-    """decode worker -> coordinator."""
+    """decode worker -> coordinator: what the self-test of one direction found."""
 
     pair: Pair
 
@@ -431,7 +433,7 @@ class Probe(Struct, frozen=True, tag=True):
 
 
 class Members(Struct, frozen=True, tag=True):
-    """coordinator -> everyone: who is alive, whole, each time it changes. `dead` names known ends: (name, incarnation)."""
+    """coordinator -> everyone: who is alive, whole, at each change. `dead` names known ends: (name, incarnation)."""
 
     term: int
     apis: tuple[Address, ...]

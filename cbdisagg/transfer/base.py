@@ -1,13 +1,14 @@
 """Moving KV pages from a prefill worker's pool into a decode worker's: the seam, and who calls what from where.
 
-A worker has one `Transfer` for all its peers; for each peer it uses the first kind that works (shm, then zmq). Life of a
-pairing P -> D: D's `WorkerInfo` reaches P; P calls `connect`, which opens D's pool and writes a test pattern; P tells D
-by a Probe; D calls `verify`. Life of an attempt: D calls `expect`; P's runner thread calls `push` once a layer and `end`
-after the last layer of a step; `on_push_done` fires at P when the pages are no longer read; at D `on_landed` fires when
-all expected bytes are in place (receiver-placed kinds only); `forget` drops the rest.
+A worker has one `Transfer` for all its peers; for each peer it uses the first kind that works (shm, then zmq). Life
+of a pairing P -> D: D's `WorkerInfo` reaches P; P calls `connect`, which opens D's pool and writes a test pattern;
+P tells D by a Probe; D calls `verify`. Life of an attempt: D calls `expect`; P's runner thread calls `push` once a
+layer and `end` after the last layer of a step; `on_push_done` fires at P when the pages are no longer read (inside
+`end`: both kinds copy in the runner's thread); at D `on_landed` fires when all expected bytes are in place
+(receiver-placed kinds only); `forget` drops the rest.
 
-Ordering: `shm` is sender-placed, every byte is in D's pool when `end` returns, so P's next message to D comes after the
-data. `zmq` is receiver-placed, its data travel beside the messages, and D runs the request when both have come.
+Ordering: `shm` is sender-placed, every byte is in D's pool when `end` returns, so P's next message to D comes after
+the data. `zmq` is receiver-placed, its data travel beside the messages, and D runs the request when both have come.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbdisagg.messages import Address, AttemptId, PoolInfo, Probe, Push, WorkerInfo
-
-RECEIVER_PLACED = frozenset({"zmq"})
-"""Kinds whose data are placed by the receiver: it waits for Landed besides KvReady."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,10 @@ class Seen:
     note: str
 
 
+class LinkFailed(Exception):
+    """A kind of transport cannot be used with a peer; the message says why."""
+
+
 class Pool(Protocol):
     """This worker's KV memory: one anonymous memory file, mapped."""
 
@@ -60,6 +62,11 @@ class Pool(Protocol):
 
 
 class Transfer(Protocol):
+    @property
+    def info(self) -> PoolInfo:
+        """This worker's pool as peers need to know it: with the endpoint for data, which the pool does not know."""
+        ...
+
     def connect(self, peer: WorkerInfo) -> Opened:
         """Blocks while it tests; called from a thread, never twice for one incarnation."""
         ...
@@ -69,7 +76,7 @@ class Transfer(Protocol):
         ...
 
     def disconnect(self, peer: Address) -> None:
-        """Close both directions. Pushes in flight to it end at once, with their on_push_done."""
+        """Close both directions. Wakes a push that waits for it; what is still pushed to it goes nowhere."""
         ...
 
     def expect(self, attempt: AttemptId, source: Address, pages: tuple[int, ...]) -> None: ...
@@ -81,7 +88,9 @@ class Transfer(Protocol):
         ...
 
     def end(self, push: Push) -> None:
-        """Runner thread, after the last layer: what is left goes out; on_push_done follows."""
+        """Runner thread, after the last layer: what is left goes out; on_push_done follows, also if the peer is
+        dead.
+        """
         ...
 
     def close(self) -> None: ...
@@ -91,3 +100,5 @@ PushDoneCallback = Callable[[int, str, int, float], None]
 """(serial, kind, bytes, seconds); from any thread."""
 LandedCallback = Callable[[AttemptId], None]
 """From any thread."""
+BrokenCallback = Callable[[Address, str], None]
+"""(peer, reason): data to this peer were lost though nobody disconnected it: it is suspect. From any thread."""

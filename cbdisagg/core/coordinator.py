@@ -1,0 +1,354 @@
+"""Who is a member, and where each request goes.
+
+Knows workers by their last Load and by what it has routed since; knows requests only until a worker says Finished.
+It is off the token path: if it is away, running streams go on. It routes nothing until a supervisor has reported the
+live and dead incarnations of its host, and refuses what it cannot place: 503 without workers, 429 with full queues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from cbdisagg.config import Config
+from cbdisagg.core.effects import Effect, Note, Tell, Wake
+from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox, Tick
+from cbdisagg.core.policy import Decision, Link, View, retry_after, route
+from cbdisagg.core.residency import Residency
+from cbdisagg.messages import (
+    Address,
+    Cancel,
+    Finished,
+    Generate,
+    Hello,
+    Load,
+    Members,
+    Message,
+    Pair,
+    Paired,
+    PeerDown,
+    Rejected,
+    Reported,
+    RequestId,
+    Route,
+    Stats,
+    Submit,
+    Suspect,
+    Up,
+    WorkerInfo,
+    split_hashes,
+)
+
+STATS_S = 0.2
+CHECK_S = 1.0
+_UNSEEN_S = 0.05  # a Load sent this long after a route is sure to include it
+_DEAD_KEPT = 256
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has said Hello. `unseen`: (time, prompt tokens) routed to it and not yet in its Load."""
+
+    info: WorkerInfo
+    heard_at: float
+    progress_at: float
+    residency: Residency
+    load: Load | None = None
+    unseen: list[tuple[float, int]] = field(default_factory=list)
+    suspect: bool = False
+
+    @property
+    def address(self) -> Address:
+        return self.info.address
+
+
+@dataclass(slots=True)
+class Placed:
+    submission: int
+    decode: Address
+
+
+class CoordinatorCore:
+    def __init__(self, address: Address, config: Config) -> None:
+        self.address = address
+        self.config = config
+        self.supervisors: dict[int, Address] = {}
+        self.reported: set[str] = set()
+        self.apis: dict[int, Address] = {}
+        self.workers: dict[int, Member] = {}
+        self.pairs: dict[tuple[int, int], Pair] = {}
+        self.dead: dict[tuple[str, int], None] = {}  # in order of death
+        self.restarts: dict[str, int] = {}
+        self.placed: dict[RequestId, Placed] = {}
+        self.decisions: dict[tuple[str, str], int] = {}
+        self._now = 0.0
+        self._effects: list[Effect] = []
+        self._stats: Stats | None = None
+        self._stats_at = float("-inf")
+        self._wake_at = float("inf")
+
+    def handle(self, event: CoordinatorEvent, now: float) -> list[Effect]:
+        self._now, self._effects = now, []
+        match event:
+            case FromCoordinatorInbox(sender, message):
+                self._receive(sender, message)
+            case Tick():
+                self._wake_at = float("inf")
+                self._find_suspects()
+            case _:
+                assert_never(event)
+        self._tell_stats()
+        return self._effects
+
+    def _receive(self, sender: Address, message: object) -> None:
+        match message:
+            case Generate():
+                self._generate(sender, message)
+            case Cancel(id):
+                placed = self.placed.get(id)
+                if placed is not None:
+                    self._tell(placed.decode, message)
+            case Finished(id, submission):
+                placed = self.placed.get(id)
+                if placed is not None and placed.submission <= submission:
+                    del self.placed[id]
+            case Hello(info):
+                self._join(info)
+            case Load():
+                self._load(sender, message)
+            case Paired(pair):
+                self._paired(pair)
+            case Up():
+                self._up(sender, message)
+            case PeerDown(name, incarnation):
+                self.supervisors[sender.incarnation] = sender
+                self._leave(name, incarnation, restarted=True)
+            case Reported(host):
+                self.supervisors[sender.incarnation] = sender
+                self.reported.add(host)
+                self._broadcast()
+            case Suspect(name, incarnation, reason):
+                self._suspect(name, incarnation, reason)
+            case _:
+                raise TypeError(f"not a message to the coordinator: {message!r}")
+
+    # ----------------------------------------------------------------------------------------------- requests
+
+    def _generate(self, api: Address, request: Generate) -> None:
+        placed = self.placed.get(request.id)
+        if placed is not None and placed.submission >= request.submission:
+            return
+        if api.incarnation not in self.apis:
+            return  # its Up has not come or it is dead: it asks again when it hears of this coordinator
+        views = self._views(request)
+        if not self.reported or not views:
+            self._reject(api, request, 503, "no worker is ready", 1.0)
+            return
+        if sum(view.waiting for view in views) >= self.config.policy.queue_limit:
+            text = f"{self.config.policy.queue_limit} requests are waiting already (policy.queue_limit)"
+            self._reject(api, request, 429, text, retry_after(views))
+            return
+        decision = self._decide(request, views)
+        self._count(decision)
+        self._place(request, decision)
+
+    def _decide(self, request: Generate, views: list[View]) -> Decision:
+        """Siblings go where the first of them went, and join its prefix there."""
+        first = self.placed.get(request.group) if request.group is not None else None
+        if first is not None and any(view.address == first.decode for view in views):
+            return Decision(first.decode, first.decode, "sibling", 0.0)
+        return route(
+            views,
+            self._links(),
+            self.config.policy.mode,
+            (len(request.prompt) + len(request.output)) // 4,
+            request.sampling.max_tokens - len(request.output) // 4,
+            request.targets.ttft_s,
+            request.targets.tpot_s,
+        )
+
+    def _place(self, request: Generate, decision: Decision) -> None:
+        self.placed[request.id] = Placed(request.submission, decision.decode)
+        hashes = split_hashes(request.hashes)
+        tokens = (len(request.prompt) + len(request.output)) // 4
+        prefill = self.workers[decision.prefill.incarnation]
+        prefill.unseen.append((self._now, tokens - self._cached(prefill, request)))
+        for end in {decision.prefill.incarnation, decision.decode.incarnation}:
+            self.workers[end].residency.add(hashes)
+        self._tell(decision.decode, Submit(request, Route(decision.prefill, decision.decode), self.address.incarnation))
+
+    def _reject(self, api: Address, request: Generate, status: int, text: str, retry_after_s: float) -> None:
+        self._tell(api, Rejected(request.id, request.submission, status, text, retry_after_s))
+
+    def _count(self, decision: Decision) -> None:
+        key = (decision.kind, decision.reason)
+        self.decisions[key] = self.decisions.get(key, 0) + 1
+
+    def _views(self, request: Generate) -> list[View]:
+        views = []
+        for member in sorted(self.workers.values(), key=lambda member: member.address):
+            load = member.load
+            if load is None or member.suspect:
+                continue
+            views.append(
+                View(
+                    address=member.address,
+                    role=member.info.role,
+                    running=load.running + load.reserved,
+                    waiting=load.waiting + len(member.unseen),
+                    queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen),
+                    max_batch=member.info.max_batch,
+                    step_s=load.step_s,
+                    token_s=load.token_s,
+                    cached=self._cached(member, request),
+                )
+            )
+        return views
+
+    def _cached(self, member: Member, request: Generate) -> int:
+        """Tokens of the prompt that this worker probably has; the last one is always computed."""
+        if not self.config.kv.prefix_cache:
+            return 0
+        most = (len(request.prompt) // 4 - 1) // member.info.page_size
+        return member.residency.count(split_hashes(request.hashes)[:most]) * member.info.page_size
+
+    def _links(self) -> list[Link]:
+        links = []
+        for pair in self.pairs.values():
+            pool = self.workers[pair.decode.incarnation].info.pool
+            if pair.kind and not self.workers[pair.prefill.incarnation].suspect:
+                token_bytes = pool.layers * pool.page_bytes // self.workers[pair.decode.incarnation].info.page_size
+                links.append(Link(pair.prefill, pair.decode, pair.bytes_per_s, token_bytes))
+        return links
+
+    # --------------------------------------------------------------------------------------------- membership
+
+    def _up(self, sender: Address, up: Up) -> None:
+        self.supervisors[sender.incarnation] = sender
+        if (up.address.name, up.address.incarnation) in self.dead:
+            return
+        if up.kind == "api" and up.address.incarnation not in self.apis:
+            self.apis[up.address.incarnation] = up.address
+            self._broadcast()
+
+    def _join(self, info: WorkerInfo) -> None:
+        address = info.address
+        if (address.name, address.incarnation) in self.dead or address.incarnation in self.workers:
+            return
+        for member in list(self.workers.values()):
+            if member.address.name == address.name and member.address.incarnation < address.incarnation:
+                self._effects.append(Note("info", f"{address.name} has been started anew"))
+                self._remove(member.address.incarnation)
+        self.workers[address.incarnation] = Member(info, self._now, self._now, Residency(info.pool.pages))
+        self._broadcast()
+
+    def _leave(self, name: str, incarnation: int, restarted: bool) -> None:
+        self.dead[(name, incarnation)] = None
+        while len(self.dead) > _DEAD_KEPT:
+            del self.dead[next(iter(self.dead))]
+        if incarnation in self.workers and restarted:
+            self.restarts[name] = self.restarts.get(name, 0) + 1
+        self.apis.pop(incarnation, None)
+        self._remove(incarnation)
+        self._broadcast()
+
+    def _remove(self, incarnation: int) -> None:
+        self.workers.pop(incarnation, None)
+        self.pairs = {ends: pair for ends, pair in self.pairs.items() if incarnation not in ends}
+        self.placed = {
+            id: placed
+            for id, placed in self.placed.items()
+            if placed.decode.incarnation != incarnation and id.api != incarnation
+        }
+
+    def _paired(self, pair: Pair) -> None:
+        ends = (pair.prefill.incarnation, pair.decode.incarnation)
+        if all(end in self.workers for end in ends) and self.pairs.get(ends) != pair:
+            self.pairs[ends] = pair
+            self._broadcast()
+
+    def _load(self, sender: Address, load: Load) -> None:
+        member = self.workers.get(sender.incarnation)
+        if member is None:
+            return
+        if member.load is None or load.counters.steps != member.load.counters.steps or not load.busy:
+            member.progress_at = self._now
+        member.load, member.heard_at = load, self._now
+        member.unseen = [(at, tokens) for at, tokens in member.unseen if self._now - at < _UNSEEN_S]
+
+    def _find_suspects(self) -> None:
+        limit = self.config.policy.suspect_s
+        for member in list(self.workers.values()):
+            silent, stuck = self._now - member.heard_at, self._now - member.progress_at
+            if not member.suspect and max(silent, stuck) > limit:
+                what = f"silent for {silent:.0f} s" if silent > limit else f"work and no progress for {stuck:.0f} s"
+                self._suspect(member.address.name, member.address.incarnation, what)
+
+    def _suspect(self, name: str, incarnation: int, reason: str) -> None:
+        """Routed around at once; its supervisor kills it, and PeerDown follows."""
+        member = self.workers.get(incarnation)
+        if member is None or member.suspect:
+            return
+        member.suspect = True
+        self._effects.append(Note("warning", f"{name} is suspected: {reason}"))
+        for supervisor in self.supervisors.values():
+            self._tell(supervisor, Suspect(name, incarnation, reason))
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        members = Members(
+            term=self.address.incarnation,
+            apis=tuple(self.apis.values()),
+            workers=tuple(member.info for member in self.workers.values() if not member.suspect),
+            pairs=tuple(self.pairs.values()),
+            dead=tuple(self.dead),
+        )
+        receivers = [*self.supervisors.values(), *(member.address for member in self.workers.values())]
+        for address in [*receivers, *self.apis.values()]:
+            self._tell(address, members)
+
+    # -------------------------------------------------------------------------------------------------- stats
+
+    def _readiness(self) -> tuple[bool, str]:
+        """Each configured role has a worker and, where roles are split, each decode worker a way to be served."""
+        if not self.reported:
+            return False, "starting: no supervisor has reported"
+        serving = [member for member in self.workers.values() if member.load is not None and not member.suspect]
+        roles = {member.info.role for member in serving}
+        for role in sorted({group.role for group in self.config.workers}):
+            if role not in roles:
+                return False, f"no {role} worker is running"
+        if self.config.policy.mode != "aggregate" and {"prefill", "decode"} <= roles:
+            reached = {pair.decode.incarnation for pair in self.pairs.values() if pair.kind}
+            for member in serving:
+                if member.info.role == "decode" and member.address.incarnation not in reached:
+                    return False, f"no transport from a prefill worker to {member.address.name} has been tested yet"
+        return True, ""
+
+    def _tell_stats(self) -> None:
+        """At most once each STATS_S, and only what has changed; a Wake makes sure that the last change is told."""
+        if self._now - self._stats_at < STATS_S:
+            self._wake(self._stats_at + STATS_S)
+            return
+        ready, reason = self._readiness()
+        stats = Stats(
+            loads=tuple((m.address, m.info.role, m.load) for m in self.workers.values() if m.load is not None),
+            decisions=tuple((kind, why, count) for (kind, why), count in self.decisions.items()),
+            restarts=dict(self.restarts),
+            ready=ready,
+            reason=reason,
+        )
+        if stats != self._stats:
+            self._stats, self._stats_at = stats, self._now
+            for api in self.apis.values():
+                self._tell(api, stats)
+        self._wake(self._now + CHECK_S)
+
+    def _wake(self, at: float) -> None:
+        if self._wake_at <= at:
+            return
+        self._wake_at = at
+        self._effects.append(Wake(at))
+
+    def _tell(self, to: Address, message: Message) -> None:
+        self._effects.append(Tell(to, message))

@@ -1,0 +1,201 @@
+"""The decisions, as functions of numbers: chunk sizes, routes, admission. No state of its own but the step model.
+
+All times in seconds, all lengths in tokens. The model of a step is linear: `step_s + token_s * prompt tokens in it`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from cbdisagg.messages import Address, Role
+
+Mode: TypeAlias = Literal["auto", "aggregate", "disaggregate"]
+
+HANDOVER_S = 0.002  # messages and scheduling of one hand-over; the bytes are counted apart
+_MEMORY = 0.1  # weight of the newest step in the moving averages
+_FIRST_STEP_S, _FIRST_TOKEN_S = 0.02, 0.001  # before anything is measured: a small model on one core
+
+
+@dataclass(slots=True)
+class StepModel:
+    """What a step costs on this worker, learnt from finished steps by exponentially weighted averages."""
+
+    step_s: float = _FIRST_STEP_S
+    token_s: float = _FIRST_TOKEN_S
+
+    def observe(self, seconds: float, decode_tokens: int, prefill_tokens: int) -> None:
+        if prefill_tokens == 0:
+            self.step_s += _MEMORY * (seconds - self.step_s)
+        elif prefill_tokens >= 16:
+            base = self.step_s if decode_tokens else 0.0
+            # A mixed step is not cheaper per prompt token than a tenth of the average: the rest is noise.
+            token_s = max((seconds - base) / prefill_tokens, self.token_s / 10)
+            self.token_s += max(_MEMORY, min(0.5, prefill_tokens / 1024)) * (token_s - self.token_s)
+
+
+def prefill_allowance(
+    model: StepModel,
+    tpot_s: float,
+    oldest_deadline_in_s: float,
+    oldest_remaining: int,
+    token_budget: int,
+    page_size: int,
+) -> int:
+    """Prompt tokens that may ride in a step with decodes.
+
+    As many as keep the step within the tightest TPOT target; at least a page, so that prompts progress. If that rate
+    would miss the oldest prompt's TTFT deadline, as many as that deadline needs, up to a quarter of the budget: a late
+    first token and a late token both count, and a bounded chunk bounds the gap.
+    """
+    kept = int((tpot_s - model.step_s) / model.token_s)
+    steps_left = oldest_deadline_in_s / max(tpot_s, model.step_s)
+    needed = oldest_remaining if steps_left <= 1 else int(oldest_remaining / steps_left)
+    return min(token_budget, max(page_size, kept, min(needed, token_budget // 4)))
+
+
+def local_allowance(model: StepModel, decodes: int, tpot_s: float) -> int:
+    """Prompt tokens that a decode worker computes itself without harm: less than one step's room within the target."""
+    room = tpot_s - (model.step_s if decodes else 0.0)
+    return max(0, int(room / model.token_s))
+
+
+def admissible(needed: int, available: int, running: int) -> bool:
+    """May a request take `needed` pages now? One page of growth stays free for each running one."""
+    return needed <= available - running if running else needed <= available
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One worker as the coordinator sees it: its last Load, plus what was routed to it since."""
+
+    address: Address
+    role: Role
+    running: int
+    waiting: int
+    queued_tokens: int
+    max_batch: int
+    step_s: float
+    token_s: float
+    cached: int  # tokens of this request's prompt that are probably cached there
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A tested way from a prefill to a decode worker. `token_bytes`: KV bytes of one token."""
+
+    prefill: Address
+    decode: Address
+    bytes_per_s: float
+    token_bytes: int
+
+    def seconds(self, tokens: int) -> float:
+        return HANDOVER_S + (tokens * self.token_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A route, why it was taken, and the TTFT predicted for it."""
+
+    prefill: Address
+    decode: Address
+    reason: str
+    ttft_s: float
+
+    @property
+    def kind(self) -> Literal["local", "remote"]:
+        return "local" if self.prefill == self.decode else "remote"
+
+
+def local_ttft(view: View, prompt: int, tpot_s: float) -> float:
+    """Queue and prompt at the rate at which this worker computes prompts beside its running sequences."""
+    tokens = view.queued_tokens + max(1, prompt - view.cached)
+    if not view.running:
+        return tokens * view.token_s
+    chunk = max(16.0, (tpot_s - view.step_s) / view.token_s)
+    return tokens * (view.step_s / chunk + view.token_s)
+
+
+def remote_ttft(prefill: View, decode: View, link: Link, prompt: int) -> float:
+    """Queue and prompt at the prefill worker, then what the decode worker lacks over the link."""
+    tokens = prefill.queued_tokens + max(1, prompt - prefill.cached)
+    return tokens * prefill.token_s + link.seconds(max(1, prompt - decode.cached))
+
+
+def route(
+    views: Sequence[View],
+    links: Sequence[Link],
+    mode: Mode,
+    prompt: int,
+    max_tokens: int,
+    ttft_s: float,
+    tpot_s: float,
+) -> Decision:
+    """The workers for one request. `views` is not empty; ties go to the smaller load, then to the name."""
+    decoders = [v for v in views if v.role != "prefill"] or list(views)
+    by_name = {view.address: view for view in views}
+    if mode == "aggregate":
+        return _local(views, prompt, tpot_s, "aggregate")
+    remotes = [
+        (remote_ttft(by_name[link.prefill], by_name[link.decode], link, prompt), link)
+        for link in links
+        if link.prefill in by_name and link.decode in by_name
+    ]
+    prefillers = [v for v in views if v.role == "prefill"]
+    if max_tokens == 1 and prefillers:
+        return _local(prefillers, prompt, tpot_s, "one-token")
+    local = _local(decoders, prompt, tpot_s, "local")
+    if not remotes:
+        reason = "colocated" if all(v.role == "any" for v in views) else "no-prefill-worker"
+        return Decision(local.prefill, local.decode, reason, local.ttft_s)
+    ttft, link = min(
+        remotes,
+        key=lambda found: (
+            _full(by_name[found[1].decode]),
+            _grid(found[0]),
+            _load(by_name[found[1].decode]),
+            found[1].decode.name,
+            found[1].prefill.name,
+        ),
+    )
+    remote = Decision(link.prefill, link.decode, "predicted", ttft)
+    if mode == "disaggregate":
+        return Decision(link.prefill, link.decode, "disaggregate", ttft)
+    return _better(local, remote, by_name[local.decode], prompt, ttft_s, tpot_s)
+
+
+def _better(local: Decision, remote: Decision, decoder: View, prompt: int, ttft_s: float, tpot_s: float) -> Decision:
+    """Local when it is faster and takes less than one step's room, or when the prefill workers would be late."""
+    missing = max(1, prompt - decoder.cached)
+    room = tpot_s - (decoder.step_s if decoder.running else 0.0)
+    if local.ttft_s <= remote.ttft_s and missing * decoder.token_s <= room:
+        reason = "cached" if decoder.cached else "short"
+        return Decision(local.prefill, local.decode, reason, local.ttft_s)
+    if remote.ttft_s > ttft_s and local.ttft_s < remote.ttft_s / 2:
+        return Decision(local.prefill, local.decode, "prefill-queue", local.ttft_s)
+    return remote
+
+
+def _local(views: Sequence[View], prompt: int, tpot_s: float, reason: str) -> Decision:
+    best = min(views, key=lambda v: (_full(v), _grid(local_ttft(v, prompt, tpot_s)), _load(v), v.address.name))
+    return Decision(best.address, best.address, reason, local_ttft(best, prompt, tpot_s))
+
+
+def _full(view: View) -> bool:
+    return view.running + view.waiting >= view.max_batch
+
+
+def _load(view: View) -> int:
+    return view.running + view.waiting
+
+
+def _grid(seconds: float) -> int:
+    """Predictions closer than 5 ms are equal: the load then decides."""
+    return round(seconds / 0.005)
+
+
+def retry_after(views: Sequence[View]) -> float:
+    """Seconds until the queues have drained, by their prompt tokens; at least one."""
+    drain = [view.queued_tokens * view.token_s + view.waiting * view.step_s for view in views]
+    return max(1.0, min(drain, default=1.0))

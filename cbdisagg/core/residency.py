@@ -1,0 +1,33 @@
+"""Which prefixes a worker probably holds, as the coordinator remembers it from its own routes.
+
+An estimate: the worker may have evicted a page, or not have computed it yet. The worker itself decides what it reuses.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cbdisagg.messages import Hash
+
+
+class Residency:
+    """At most `limit` page hashes, the least recently routed forgotten first."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._hashes: OrderedDict[Hash, None] = OrderedDict()
+
+    def add(self, hashes: Sequence[Hash]) -> None:
+        for value in reversed(hashes):  # the start of a prefix is the last to be forgotten
+            self._hashes[value] = None
+            self._hashes.move_to_end(value)
+        while len(self._hashes) > self.limit:
+            self._hashes.popitem(last=False)
+
+    def count(self, hashes: Sequence[Hash]) -> int:
+        """Leading pages of the chain that are probably there."""
+        for n, value in enumerate(hashes):
+            if value not in self._hashes:
+                return n
+        return len(hashes)
