@@ -87,6 +87,11 @@ def cache_folder() -> Path:
     return Path(own).expanduser() if own else Path(shared or Path.home() / ".cache").expanduser() / "cbdisagg"
 
 
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a child process: this one's with changes."""
+    return os.environ | changes
+
+
 def print_config(config: Config, origins: Mapping[str, str] | None = None) -> str:
     """The whole Config as TOML that loads to the same Config; a comment on each key tells its default and its source.
 
