@@ -215,7 +215,12 @@ def _unpack(wheel: Path, staging: Path) -> Path:
 def _fetch_from_hub(name: str, progress: Progress) -> Path:
     """A snapshot of a hub repository: safetensors, JSON and the chat template only."""
     from huggingface_hub import snapshot_download  # slow to import, and only needed here
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     where = f"[model] name = {show(name)}"
     if name.count("/") != 1:
@@ -232,6 +237,10 @@ def _fetch_from_hub(name: str, progress: Progress) -> Path:
         raise ModelError(
             f"{where}: the hub cannot be reached, and it is not in the hub's cache on this machine"
         ) from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"{where}: the hub has no such model, or not for everyone: HF_TOKEN gives your access"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"{where}: cannot be fetched: {str(error).splitlines()[0]}") from None
     check_folder(folder)
@@ -242,9 +251,9 @@ def _bar(what: str, progress: Progress) -> Any:
     """A class of progress bars for the hub's client that reports bytes to `progress` and draws nothing."""
     from huggingface_hub.utils.tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[misc]  # tqdm is not typed
+    class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **(options | {"file": io.StringIO()}))
+            super().__init__(*arguments, **(options | {"file": io.StringIO(), "disable": False}))  # type: ignore[no-untyped-call]
 
         def display(self, *_: Any, **__: Any) -> None:
             if self.unit == "B" and self.total:
