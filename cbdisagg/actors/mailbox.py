@@ -34,8 +34,8 @@ M = TypeVar("M")
 
 MAX_MESSAGE_BYTES = 64 << 20
 """A frame longer than this is refused by the socket. The longest honest one is a prompt of a few million tokens."""
-MAX_IPC_PATH = 107
-"""sockaddr_un of Linux holds 108 bytes, the last one zero."""
+MAX_IPC_PATH = 107 - len(".data")
+"""sockaddr_un of Linux holds 108 bytes, the last one zero; the socket for KV data lies beside, with this suffix."""
 BURST = 256
 """Messages delivered before other work of the loop gets its turn."""
 

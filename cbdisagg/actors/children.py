@@ -1,0 +1,103 @@
+"""The child processes of a supervisor: how one is started, how it ends, how long to wait before the next start.
+
+A `Child` is a place in the service (a name); an incarnation is one process in it. Knows processes, not protocols.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import Process
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from cbdisagg.actors.placement import Spot
+from cbdisagg.actors.start import Kind, Start
+from cbdisagg.messages import Address
+
+Command: TypeAlias = Callable[[Start, Path], Sequence[str]]
+"""(start, its file) -> the command line of the child."""
+
+FIRST_DELAY_S, LAST_DELAY_S, HEALTHY_S = 0.1, 10.0, 60.0
+
+
+class Incarnations:
+    """Numbers for starts of processes: the time in nanoseconds, but always growing, also when the clock is set back."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def next(self) -> int:
+        self._last = max(self._last + 1, time.time_ns())
+        return self._last
+
+
+@dataclass(slots=True)
+class BackOff:
+    """Doubles the delay between restarts, from FIRST_DELAY_S to LAST_DELAY_S; a minute of health starts it anew."""
+
+    delay_s: float = FIRST_DELAY_S
+
+    def after(self, lived_s: float) -> float:
+        if lived_s >= HEALTHY_S:
+            self.delay_s = FIRST_DELAY_S
+        delay, self.delay_s = self.delay_s, min(LAST_DELAY_S, 2 * self.delay_s)
+        return delay
+
+
+@dataclass(slots=True)
+class Child:
+    """`up` is the address of the living incarnation, once it has said so; `ends` counts how often it has ended."""
+
+    kind: Kind
+    name: str
+    spot: Spot | None = None
+    incarnation: int = 0
+    process: Process | None = None
+    up: Address | None = None
+    ends: int = 0
+    backoff: BackOff = field(default_factory=BackOff)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process is not None else 0
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    async def spawn(self, start: Start, command: Command, lifeline: int) -> None:
+        """Start an incarnation. `lifeline` is the read end of a pipe that only this process holds open."""
+        self.incarnation, self.up = start.incarnation, None
+        environment = dict(os.environ)
+        if start.kind == "worker":
+            environment["OMP_NUM_THREADS"] = str(start.threads)
+        self.process = await asyncio.create_subprocess_exec(
+            *command(start, start.write()), stdin=lifeline, env=environment
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        if self.running and self.process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended and will be reaped in a moment
+                self.process.send_signal(number)
+
+
+def own_command(start: Start, file: Path) -> Sequence[str]:
+    """This program, as another process."""
+    return (sys.executable, "-m", "cbdisagg", start.kind, "--start", str(file))
+
+
+def cause(status: int) -> str:
+    """How a process ended, in words: asyncio gives the negative number of a signal."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

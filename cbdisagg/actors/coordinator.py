@@ -1,0 +1,51 @@
+"""The coordinator's process: its core in a shell. It needs neither torch nor the model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from cbdisagg.actors.journal import Journal
+from cbdisagg.actors.life import Life
+from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.shell import Shell
+from cbdisagg.actors.start import Start
+from cbdisagg.config import Config
+from cbdisagg.core.coordinator import CoordinatorCore
+from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox
+from cbdisagg.core.invariants import check_coordinator
+from cbdisagg.messages import Address, PeerDown, Suspect, ToCoordinator, Up
+
+
+async def run_coordinator(life: Life, start: Start, config: Config) -> None:
+    """Until the life ends."""
+    decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
+    place = Place.of(config.cluster, Path(start.folder))
+    mailbox = Mailbox(start.name, start.incarnation, place, decoder)
+    core = CoordinatorCore(mailbox.address, config)
+    folder = config.debug.journal
+    shell: Shell[CoordinatorEvent] = Shell(
+        core,
+        mailbox,
+        check=(lambda: check_coordinator(core)) if config.debug.invariants else None,
+        journal=Journal(Path(folder), mailbox.address, config) if folder else None,
+    )
+
+    def receive(sender: Address, message: ToCoordinator) -> None:
+        if isinstance(message, PeerDown):
+            mailbox.forget(message.incarnation)
+        shell.handle(FromCoordinatorInbox(sender, message))
+
+    def lost_messages(sender: Address) -> None:
+        suspect = Suspect(sender.name, sender.incarnation, "messages of it were lost")
+        shell.handle(FromCoordinatorInbox(mailbox.address, suspect))
+
+    mailbox.start(receive, lost_messages)
+    mailbox.tell(start.supervisor, Up(mailbox.address, "coordinator", os.getpid()))
+    try:
+        await life.ended
+    finally:
+        shell.close()
+        mailbox.close()

@@ -1,0 +1,280 @@
+"""The supervisor: starts the processes of one host, tells the coordinator who lives and who is dead, restarts the dead.
+
+Knows processes and membership; nothing of requests. It outlives everyone it starts, and nobody outlives it. Its word
+is evidence (rule 5): PeerDown is told once the process has been reaped. To a new coordinator it tells all again: Lead
+to everyone, then every living and dead incarnation, then Reported (rule 8).
+
+Life cycle: start -> ready (told once) -> a signal, or a child that can never start -> stop in order -> gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, assert_never
+
+import msgspec
+
+from cbdisagg.actors.children import Child, Command, Incarnations, cause, own_command
+from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.placement import Spot
+from cbdisagg.actors.start import Start
+from cbdisagg.config import Config
+from cbdisagg.messages import (
+    Address,
+    Failed,
+    Lead,
+    Listening,
+    Members,
+    PeerDown,
+    Progress,
+    Reported,
+    Suspect,
+    ToSupervisor,
+    Up,
+)
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 3.0
+"""How long a child may take to end after SIGTERM before it is killed."""
+STARTS_TRIED = 3
+"""A child that ends this often before the service was ready once will not get better."""
+
+
+class ServiceFailed(Exception):
+    """The service cannot run; one line for the operator."""
+
+
+class View(Protocol):
+    """Where the operator sees what is going on."""
+
+    def stage(self, name: str, stage: str, fraction: float) -> None: ...
+
+    def ready(self, supervisor: Supervisor) -> None: ...
+
+
+class Supervisor:
+    """`client`: the api actor of a calling process, instead of an api child. `command` starts a child."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        model: Path,
+        spots: Sequence[Spot],
+        view: View,
+        client: Address | None = None,
+        command: Command = own_command,
+    ) -> None:
+        self.config, self.folder, self.model, self.client = config, folder, model, client
+        self.url = ""
+        self.members: Members | None = None
+        self.is_ready = False
+        workers = [Child("worker", spot.name, spot) for spot in spots]
+        self.children = [Child("coordinator", "coordinator"), *workers]
+        if client is None:
+            self.children.append(Child("api", "api"))
+        self._by_name = {child.name: child for child in self.children}
+        self._view, self._command = view, command
+        self._incarnations = Incarnations()
+        self._dead: list[PeerDown] = []
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._host = socket.gethostname()
+        decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
+        place = Place.of(config.cluster, folder)
+        self._mailbox = Mailbox("supervisor", self._incarnations.next(), place, decoder)
+        self._lifeline, self._life = os.pipe()
+
+    async def run(self) -> None:
+        """Until `stop`. Raises ServiceFailed when a child cannot start; every child has ended on return."""
+        self._mailbox.start(self._receive, self._lost_messages)
+        try:
+            async with asyncio.TaskGroup() as group:
+                keepers = [group.create_task(self._keep(child)) for child in self.children]
+                try:
+                    await self._ended
+                finally:
+                    for keeper in keepers:
+                        keeper.cancel()
+                    await self._end_all()
+        finally:
+            os.close(self._life)
+            os.close(self._lifeline)
+            self._mailbox.close()
+
+    def stop(self) -> None:
+        """End in order; the second time: now."""
+        if self._ended.done():
+            for child in self.children:
+                child.send(signal.SIGKILL)
+        else:
+            self._ended.set_result(None)
+
+    def fail(self, message: str) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(ServiceFailed(message))
+
+    # ------------------------------------------------------------------------------------------------ processes
+
+    async def _keep(self, child: Child) -> None:
+        """Start the child, and again each time it ends."""
+        while True:
+            began = self._loop.time()
+            await child.spawn(self._start_of(child), self._command, self._lifeline)
+            assert child.process is not None
+            status = await child.process.wait()
+            self._down(child, cause(status))
+            await asyncio.sleep(child.backoff.after(self._loop.time() - began))
+
+    def _start_of(self, child: Child) -> Start:
+        start = Start(
+            child.kind,
+            child.name,
+            self._incarnations.next(),
+            self._mailbox.address,
+            os.getpid(),
+            str(self.folder),
+            str(self.model),
+        )
+        if child.spot is not None:
+            spot = child.spot
+            start = msgspec.structs.replace(start, role=spot.role, threads=spot.threads, cpus=spot.cpus)
+        return start
+
+    def _down(self, child: Child, why: str) -> None:
+        """The process has been reaped: that is evidence, and everyone who is told may rely on it."""
+        log.warning("%s (pid %d) ended: %s; it is started again", child.name, child.pid, why)
+        child.up = None
+        child.ends += 1
+        for leftover in self.folder.glob(f"{child.name}.{child.incarnation}*"):
+            leftover.unlink(missing_ok=True)
+        self._mailbox.forget(child.incarnation)
+        down = PeerDown(child.name, child.incarnation, why)
+        self._dead.append(down)
+        self._tell_coordinator(down)
+        if not self.is_ready and child.ends >= STARTS_TRIED:
+            self.fail(f"{child.name} ended {child.ends} times while starting ({why}); its messages above say why")
+
+    async def _end_all(self) -> None:
+        """First who talks to clients, then who computes, then who knows both."""
+        for kind in ("api", "worker", "coordinator"):
+            group = [child for child in self.children if child.kind == kind and child.running]
+            for child in group:
+                child.send(signal.SIGTERM)
+            await self._gone(group, PATIENCE_S)
+            for child in group:
+                child.send(signal.SIGKILL)
+            await self._gone(group, None)
+
+    async def _gone(self, group: Sequence[Child], patience_s: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                for child in group:
+                    if child.process is not None:
+                        await child.process.wait()
+
+    # ------------------------------------------------------------------------------------------------- messages
+
+    def _receive(self, sender: Address, message: ToSupervisor) -> None:
+        match message:
+            case Up(address, kind, _):
+                self._up(address, kind == "coordinator")
+            case Suspect(name, incarnation, reason):
+                self._suspect(name, incarnation, reason)
+            case Members():
+                self.members = message
+                self._look_whether_ready()
+            case Progress(stage, fraction):
+                self._view.stage(sender.name, stage, fraction)
+            case Failed(text):
+                self._cannot_start(sender, text)
+            case Listening(url):
+                self.url = url
+                self._look_whether_ready()
+            case _:
+                assert_never(message)
+
+    def _up(self, address: Address, leads: bool) -> None:
+        child = self._by_name.get(address.name)
+        if child is None or child.incarnation != address.incarnation:
+            return  # of an incarnation that has been reaped meanwhile
+        child.up = address
+        self._view.stage(child.name, "started", 0.0)
+        if leads:
+            self._lead(address)
+        elif (coordinator := self._coordinator()) is not None:
+            self._mailbox.tell(address, Lead(coordinator))
+            self._mailbox.tell(coordinator, self._up_of(child, address))
+
+    def _lead(self, coordinator: Address) -> None:
+        self.members = None
+        for down in self._dead:
+            self._mailbox.tell(coordinator, down)
+        if self.client is not None:
+            self._mailbox.tell(coordinator, Up(self.client, "api", os.getppid()))
+            self._mailbox.tell(self.client, Lead(coordinator))
+        for child in self.children:
+            if child.up is not None and child.kind != "coordinator":
+                self._mailbox.tell(coordinator, self._up_of(child, child.up))
+                self._mailbox.tell(child.up, Lead(coordinator))
+        self._mailbox.tell(coordinator, Reported(self._host))
+
+    def _up_of(self, child: Child, address: Address) -> Up:
+        return Up(address, child.kind, child.pid)
+
+    def _coordinator(self) -> Address | None:
+        return self._by_name["coordinator"].up
+
+    def _tell_coordinator(self, message: PeerDown | Suspect) -> None:
+        if (coordinator := self._coordinator()) is not None:
+            self._mailbox.tell(coordinator, message)
+
+    def _suspect(self, name: str, incarnation: int, reason: str) -> None:
+        child = self._by_name.get(name)
+        if child is not None and child.incarnation == incarnation:
+            log.warning("%s (pid %d) is killed: %s", name, child.pid, reason)
+            child.send(signal.SIGKILL)
+
+    def _lost_messages(self, sender: Address) -> None:
+        """Without what it said we may believe the wrong things of it; a new incarnation says all again."""
+        self._suspect(sender.name, sender.incarnation, "messages of it were lost")
+
+    def _cannot_start(self, sender: Address, text: str) -> None:
+        """Before the service was ready: its end. Later others go on, and the child is tried again."""
+        if not self.is_ready:
+            self.fail(text)
+        else:
+            self._suspect(sender.name, sender.incarnation, text)
+
+    # ---------------------------------------------------------------------------------------------------- ready
+
+    def _look_whether_ready(self) -> None:
+        if self.is_ready or self.members is None or not (self.url or self.client):
+            return
+        members = self.members
+        names = {info.address.name for info in members.workers}
+        apis = {address.name for address in members.apis}
+        if not apis or not all(child.name in names for child in self.children if child.kind == "worker"):
+            return
+        measured = {(pair.prefill.name, pair.decode.name) for pair in members.pairs}
+        if set(wanted_pairs(members)) <= measured:
+            self.is_ready = True
+            self._view.ready(self)
+
+
+def wanted_pairs(members: Members) -> list[tuple[str, str]]:
+    """(prefill, decode) of all workers that may hand over to each other."""
+    return [
+        (p.address.name, d.address.name)
+        for p in members.workers
+        for d in members.workers
+        if p.address != d.address and p.role != "decode" and d.role != "prefill" and p.fingerprint == d.fingerprint
+    ]

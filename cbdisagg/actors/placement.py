@@ -1,0 +1,57 @@
+"""Names, threads and cores of the workers: a pure function of the config and the cores that this machine gives us."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from cbdisagg.config import Workers
+from cbdisagg.messages import Role
+from cbdisagg.validate import UNPINNED, parse_cpus
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One worker: what it is called, how many threads compute, and the cores they are pinned to (none: not pinned)."""
+
+    name: str
+    role: Role
+    threads: int
+    cpus: tuple[int, ...]
+
+
+def place_workers(groups: Sequence[Workers], cores: Collection[int]) -> list[Spot]:
+    """Groups with `cpus` get those, divided evenly. The other workers share the rest: as many threads as are given,
+    else an equal share, at least one; pinned each to cores of its own if all of them fit and there is more than one
+    worker, for threads that wander disturb each other (two of a worker on two shared cores lose more than half).
+    """
+    free = sorted(set(cores) - {core for group in groups if _listed(group) for core in parse_cpus(group.cpus)})
+    sharing = [group for group in groups if not _listed(group)]
+    taken = sum(group.count * group.threads for group in sharing)
+    undecided = sum(group.count for group in sharing if not group.threads)
+    share = max(1, (len(free) - taken) // undecided) if undecided else 0
+    wanted = sum(group.count * (group.threads or share) for group in sharing)
+    alone = sum(group.count for group in groups) == 1
+    pinned = wanted <= len(free) and not alone
+    spots: list[Spot] = []
+    numbers: dict[Role, int] = {}
+    for group in groups:
+        listed = list(parse_cpus(group.cpus)) if _listed(group) else []
+        each = len(listed) // group.count
+        for _ in range(group.count):
+            number = numbers[group.role] = numbers.get(group.role, -1) + 1
+            name = f"{'worker' if group.role == 'any' else group.role}-{number}"
+            if listed:
+                own, listed = listed[:each], listed[each:]
+                spots.append(Spot(name, group.role, group.threads or each, tuple(own)))
+                continue
+            threads = group.threads or share
+            own = []
+            if pinned:
+                own, free = free[:threads], free[threads:]
+            spots.append(Spot(name, group.role, threads, () if group.cpus == UNPINNED else tuple(own)))
+    return spots
+
+
+def _listed(group: Workers) -> bool:
+    return group.cpus not in ("", UNPINNED)

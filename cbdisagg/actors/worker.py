@@ -1,0 +1,197 @@
+"""A worker's process: the mailbox first, then the model, then the core that answers.
+
+Life cycle: bound, told the supervisor -> loading (its own thread; what arrives is kept) -> core and shell -> what was
+kept is handled, among it the Lead to whom the core says Hello -> serving until the life ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from cbdisagg.actors.hands import EngineHands
+from cbdisagg.actors.journal import Journal
+from cbdisagg.actors.lane import Lane
+from cbdisagg.actors.life import Life
+from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.shell import Shell
+from cbdisagg.actors.sizing import size_pool
+from cbdisagg.actors.start import Start
+from cbdisagg.config import Config, ConfigError
+from cbdisagg.core.events import FromWorkerInbox, Landed, PushDone, WorkerEvent
+from cbdisagg.core.invariants import check_worker
+from cbdisagg.core.worker import WorkerCore
+from cbdisagg.engine.base import Runner
+from cbdisagg.messages import (
+    PROTOCOL_VERSION,
+    Address,
+    AttemptId,
+    Failed,
+    Lead,
+    Members,
+    Message,
+    Progress,
+    Suspect,
+    ToWorker,
+    Up,
+    WorkerInfo,
+)
+from cbdisagg.transfer.pool import MappedPool, create_pool
+from cbdisagg.transfer.select import make_transfer
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What loading gives. `fingerprint` names all that must be equal for pages to mean the same elsewhere."""
+
+    runner: Runner
+    pool: MappedPool
+    fingerprint: str
+    max_len: int
+
+
+async def run_worker(life: Life, start: Start, config: Config) -> None:
+    """Until the life ends."""
+    worker = Worker(life, start, config)
+    try:
+        await life.ended
+    finally:
+        worker.close()
+
+
+class Worker:
+    """One start of one worker. Loop only, but for the callbacks of the transport."""
+
+    def __init__(self, life: Life, start: Start, config: Config) -> None:
+        self._life, self._start, self._config = life, start, config
+        self._place = Place.of(config.cluster, Path(start.folder))
+        decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+        self._mailbox = Mailbox(start.name, start.incarnation, self._place, decoder)
+        self._coordinator: Address | None = None
+        self._kept: list[FromWorkerInbox] = []
+        self._shell: Shell[WorkerEvent] | None = None
+        self._steps = Lane("steps", life.crash_from_thread)
+        self._ways = Lane("ways", life.crash_from_thread)
+        self._mailbox.start(self._receive, self._lost_messages)
+        self._tell_supervisor(Up(self._mailbox.address, "worker", os.getpid()))
+        self._steps.do(self._load)
+
+    def close(self) -> None:
+        if self._shell is not None:
+            self._shell.close()
+        self._mailbox.close()
+
+    # -------------------------------------------------------------------------------------------------- loading
+
+    def _load(self) -> None:
+        """In the thread that will compute: its affinity, its OpenMP team and the model's memory belong together."""
+        if self._start.cpus:
+            os.sched_setaffinity(0, self._start.cpus)  # 0: this thread; the loop and the sockets may run elsewhere
+        try:
+            loaded = load(self._start, self._config, self._mailbox.address, partial(self._from_thread, self._progress))
+        except ConfigError as error:
+            self._from_thread(self._tell_supervisor, Failed(f"{self._start.name}: {error}"))
+        else:
+            self._from_thread(self._begin, loaded)
+
+    def _progress(self, stage: str, fraction: float) -> None:
+        self._tell_supervisor(Progress(stage, fraction))
+
+    def _begin(self, loaded: Loaded) -> None:
+        address, config, keys = self._mailbox.address, self._config, self._place.keys
+        host = socket.gethostname()
+        transfer = make_transfer(
+            config.transfer,
+            loaded.pool,
+            address,
+            host,
+            on_push_done=lambda serial, kind, nbytes, seconds: self._put(PushDone(serial, kind, nbytes, seconds)),
+            on_landed=self._landed,
+            on_broken=lambda peer, reason: self._from_thread(self._suspect, peer, reason),
+            bind=config.cluster.bind,
+            secret_key=keys.secret.decode() if keys is not None else "",
+        )
+        info = WorkerInfo(
+            address,
+            self._start.role,
+            host,
+            loaded.fingerprint,
+            transfer.info,
+            config.kv.page_size,
+            config.scheduler.max_batch,
+            loaded.max_len,
+        )
+        core = WorkerCore(info, config)
+        folder = config.debug.journal
+        self._shell = Shell(
+            core,
+            self._mailbox,
+            EngineHands(loaded.runner, transfer, self._steps, self._ways, self._put),
+            check=(lambda: check_worker(core)) if config.debug.invariants else None,
+            journal=Journal(Path(folder), info, config) if folder else None,
+        )
+        self._progress("ready", 1.0)
+        for event in self._kept:
+            self._shell.handle(event)
+        self._kept.clear()
+
+    # ------------------------------------------------------------------------------------------------- messages
+
+    def _receive(self, sender: Address, message: ToWorker) -> None:
+        if isinstance(message, Members):
+            for _, incarnation in message.dead:
+                self._mailbox.forget(incarnation)
+        elif isinstance(message, Lead):
+            if self._coordinator is not None and self._coordinator != message.coordinator:
+                self._mailbox.forget(self._coordinator.incarnation)
+            self._coordinator = message.coordinator
+        event = FromWorkerInbox(sender, message)
+        if self._shell is None:
+            self._kept.append(event)
+        else:
+            self._shell.handle(event)
+
+    def _lost_messages(self, sender: Address) -> None:
+        self._suspect(sender, "messages of it were lost")
+
+    def _suspect(self, peer: Address, reason: str) -> None:
+        if self._coordinator is not None:
+            self._mailbox.tell(self._coordinator, Suspect(peer.name, peer.incarnation, reason))
+
+    def _tell_supervisor(self, message: Message) -> None:
+        self._mailbox.tell(self._start.supervisor, message)
+
+    # -------------------------------------------------------------------------------------------------- threads
+
+    def _put(self, event: WorkerEvent) -> None:
+        """Any thread. Nobody has events for us before the core has told others of itself."""
+        assert self._shell is not None
+        self._shell.from_thread(event)
+
+    def _landed(self, attempt: AttemptId) -> None:
+        self._put(Landed(attempt))
+
+    def _from_thread(self, call: Callable[..., None], *arguments: object) -> None:
+        self._life.loop.call_soon_threadsafe(call, *arguments)
+
+
+def load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> Loaded:
+    """Read the model and make the pool. Raises ConfigError: a model that cannot be served, settings that do not fit."""
+    progress("importing torch", 0.0)
+    from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
+
+    folder, dtype, page_size = Path(start.model), config.model.dtype, config.kv.page_size
+    model = describe(folder, dtype)
+    page_bytes = model.page_bytes(page_size)
+    pages, max_len = size_pool(config.kv, config.model.max_len, model.context_length, model.layers * page_bytes)
+    pool = create_pool(me, model.layers, pages, page_bytes)
+    progress("loading weights", 0.2)
+    runner = build_runner(folder, dtype, pool, page_size, max_len, start.threads)
+    fingerprint = f"{model.fingerprint}/page{page_size}/protocol{PROTOCOL_VERSION}"
+    return Loaded(runner, pool, fingerprint, max_len)
