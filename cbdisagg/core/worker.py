@@ -276,34 +276,70 @@ class WorkerCore:
     # ------------------------------------------------------------------------------------------------- admit
 
     def _admit(self) -> None:
-        """From the oldest on, as long as they fit; one that joins a prefix being computed lets others pass."""
+        """From the oldest on, as long as they fit.
+
+        Nobody waits in a circle across workers: one that joins a prefix being computed lets others pass; a job that
+        lacks what only peers can free is declined; a local request that does lets jobs pass, for peers wait for those.
+        """
+        jobs_only = False
         for request in list(self.scheduler.waiting):
-            if len(self.scheduler.running) + self.handoffs.waiting() >= self.info.max_batch:
+            if self._full and self.scheduler.running:
                 return
+            if jobs_only and request.job is None:
+                continue
             hit = self.scheduler.match(request)
-            if not self._joins(request, len(hit)) and not self._try_admit(request, hit):
+            if self._joins(request, len(hit)):
+                continue
+            needed = request.pages_for(len(request.tokens)) - len(hit)
+            if self._fits(needed, hit):
+                self._start(request, hit)
+            elif not self._waits_for_peers(needed):
                 return
+            elif request.job is not None:
+                self._decline(request)
+            else:
+                jobs_only = True
+
+    @property
+    def _full(self) -> bool:
+        return len(self.scheduler.running) + self.handoffs.waiting() >= self.info.max_batch
 
     def _joins(self, request: Request, hit: int) -> bool:
-        """The next page that it lacks is being computed for another request: it waits, holding nothing."""
-        if not self.config.kv.prefix_cache or request.wants_scores:
+        """The next page that it lacks is being computed for another request: it waits, holding nothing.
+
+        A job joins only what is computed here: to wait for what a peer computes could be circular.
+        """
+        if not self.computing or request.wants_scores:
             return False
         chain = request.chain((len(request.tokens) - 1) // self.info.page_size)
-        return hit < len(chain) and self.computing.get(chain[hit], request) is not request
+        owner = self.computing.get(chain[hit]) if hit < len(chain) else None
+        return owner is not None and (request.job is None or owner.state is State.RUNNING)
 
-    def _try_admit(self, request: Request, hit: list[Page]) -> bool:
-        needed = request.pages_for(len(request.tokens)) - len(hit)
-        self.pages.pin(hit)
-        if not admissible(needed, self.pages.available() - self._promised(), len(self.scheduler.running)):
-            self.pages.release(hit)
-            if request.job is not None and self._never_fits(needed):
-                self._decline(request)
-                return True
+    def _fits(self, needed: int, hit: list[Page]) -> bool:
+        """Running requests keep what they need for the tokens that they already have, and a page each to grow."""
+        running = self.scheduler.running.values()
+        promised = sum(max(0, r.pages_for(len(r.tokens)) - len(r.pages)) for r in running)
+        available = self.pages.available() - promised - sum(page in self.pages.cached for page in hit)
+        return not self._full and admissible(needed, available, len(running))
+
+    def _waits_for_peers(self, needed: int) -> bool:
+        """What it lacks, places or pages, is not held by requests that run here."""
+        if self.scheduler.flights or self.scheduler.pushes:
             return False
+        if self._full:
+            return not self.scheduler.running
+        held = sum(len(request.pages) for request in self.scheduler.running.values())
+        return needed > self.pages.available() + held
+
+    def _start(self, request: Request, hit: list[Page]) -> None:
+        """It leaves the queue: computed here from its prefix hit on, or in pages reserved for a prefill worker."""
         self.scheduler.waiting.remove(request)
-        if request.job is None and request.started is None:
-            self.reporter.queried(len(request.tokens), len(hit) * self.info.page_size)
+        self.pages.pin(hit)
+        if request.started is None:
+            request.started = self._now
+            request.queue_s = self._now - request.arrival
             request.cached_tokens = len(hit) * self.info.page_size
+            self.reporter.queried(len(request.tokens), request.cached_tokens)
         prefill = self._remote(request, len(hit))
         if prefill is not None:
             self._reserve(request, hit, prefill)
@@ -313,23 +349,7 @@ class WorkerCore:
             request.computed = request.planned = len(hit) * self.info.page_size
             request.move(Trigger.ADMIT)
             self.scheduler.run(request)
-        if request.started is None:
-            request.started = self._now
-            request.queue_s = self._now - request.arrival
         self._now_computing(request, len(hit))
-        return True
-
-    def _promised(self) -> int:
-        """Pages that running requests will take for the tokens they already have."""
-        running = self.scheduler.running.values()
-        return sum(max(0, r.pages_for(len(r.tokens)) - len(r.pages)) for r in running)
-
-    def _never_fits(self, needed: int) -> bool:
-        """The pages that a job lacks are not held by requests that run here: waiting for them might be circular."""
-        if self.scheduler.flights or self.scheduler.pushes:
-            return False
-        held = sum(len(request.pages) for request in self.scheduler.running.values())
-        return needed > self.pages.available() + held
 
     def _remote(self, request: Request, hit: int) -> Address | None:
         """The prefill worker to ask, or None to compute the prompt here; a change of route is counted."""
