@@ -125,7 +125,7 @@ def _header(path: Path) -> Header:
     try:
         header = msgspec.msgpack.decode(next(_frames(path)), type=Header)
     except (OSError, StopIteration, msgspec.MsgspecError) as error:
-        raise JournalError(f"{path} is not a journal: {error or 'it is empty'}") from error
+        raise JournalError(f"{path} is not a journal: {str(error) or 'it is empty'}") from error
     if header.protocol != PROTOCOL_VERSION:
         raise JournalError(f"{path} is of protocol version {header.protocol}; this is version {PROTOCOL_VERSION}")
     return header

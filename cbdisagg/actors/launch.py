@@ -17,7 +17,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import msgspec
 
@@ -121,6 +121,12 @@ class Supervisor:
     def fail(self, message: str) -> None:
         if not self._ended.done():
             self._ended.set_exception(ServiceFailed(message))
+
+    def crash(self, context: dict[str, Any]) -> None:
+        """A callback has raised: a bug ends the service, the traceback goes to the log."""
+        error = context.get("exception") or RuntimeError(context["message"])
+        if not self._ended.done():
+            self._ended.set_exception(error)
 
     # ------------------------------------------------------------------------------------------------ processes
 

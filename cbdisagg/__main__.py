@@ -1,0 +1,5 @@
+"""`python -m cbdisagg` is the command `cbdisagg`."""
+
+from cbdisagg.cli import main
+
+main()

@@ -1,0 +1,95 @@
+"""What `serve` says once everything is up: where it is, how to try it, what runs where. Pure: facts in, text out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cbdisagg.messages import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """One process. `threads` 0: it computes nothing."""
+
+    name: str
+    pid: int
+    threads: int = 0
+    cpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`chat`: the model has a chat template. `key`: what a shell has to paste for the API key, "" if none is asked."""
+
+    url: str
+    model_name: str
+    model_folder: str
+    chat: bool
+    key: str
+    processes: Sequence[Running]
+    pairs: Sequence[Pair]
+    transfer_kind: str
+    seconds: float
+
+
+def ready_text(facts: Facts) -> str:
+    lines = [
+        f"cbdisagg serves {facts.model_name} at {facts.url}/v1  (ready after {facts.seconds:.1f} s)",
+        "",
+        "Try it:",
+        f"  {curl_line(facts)}",
+        "",
+        f"Model folder (give it to clients that want a tokenizer): {facts.model_folder}",
+        "Processes:",
+        *(f"  {_process_line(process)}" for process in facts.processes),
+    ]
+    if facts.pairs:
+        lines += ["KV pages move:", *(f"  {_pair_line(pair)}" for pair in facts.pairs)]
+    lines += [f"Warning: {text}" for text in warnings(facts.pairs, facts.transfer_kind)]
+    return "\n".join([*lines, "Stop with Ctrl-C."])
+
+
+def curl_line(facts: Facts) -> str:
+    """One line for a shell that streams an answer."""
+    if facts.chat:
+        path = "/v1/chat/completions"
+        question: dict[str, object] = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    else:
+        path, question = "/v1/completions", {"prompt": "The sky is blue because", "max_tokens": 64}
+    body = json.dumps({"model": facts.model_name, "stream": True, **question})
+    headers = ["-H 'Content-Type: application/json'"]
+    if facts.key:
+        headers.append(f'-H "Authorization: Bearer {facts.key}"')
+    return f"curl -N {facts.url}{path} {' '.join(headers)} -d {shlex.quote(body)}"
+
+
+def warnings(pairs: Iterable[Pair], transfer_kind: str) -> list[str]:
+    """One line for each pair that does not use what it should."""
+    lines = []
+    for pair in pairs:
+        way = f"from {pair.prefill.name} to {pair.decode.name}"
+        if not pair.kind:
+            lines.append(f"KV pages cannot move {way}: {pair.note}. Each computes its own prompts.")
+        elif pair.note:
+            wanted = "the fastest way" if transfer_kind == "auto" else transfer_kind
+            lines.append(f"KV pages move {way} by {pair.kind}, as {wanted} does not work: {pair.note}.")
+    return lines
+
+
+def _process_line(process: Running) -> str:
+    line = f"{process.name:<12} pid {process.pid:<8}"
+    if not process.threads:
+        return line.rstrip()
+    line += "1 thread" if process.threads == 1 else f"{process.threads} threads"
+    if process.cpus:
+        cores = ", ".join(map(str, process.cpus))
+        return f"{line} on core{'s' if len(process.cpus) > 1 else ''} {cores}"
+    return f"{line}, not pinned"
+
+
+def _pair_line(pair: Pair) -> str:
+    way = f"{pair.prefill.name} -> {pair.decode.name}"
+    return f"{way}: {pair.kind}, {pair.bytes_per_s / 1e9:.1f} GB/s measured" if pair.kind else f"{way}: not at all"

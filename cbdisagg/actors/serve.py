@@ -1,0 +1,139 @@
+"""`cbdisagg serve`: from a config to a running service and back to nothing.
+
+Order matters: what can be refused cheaply (the port) comes first, then the model is prepared, then processes start. The
+run folder is made last and removed first thing after they have ended, whatever ended them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from cbdisagg.actors.launch import ServiceFailed, Supervisor
+from cbdisagg.actors.life import set_up_logging, watch_pipe
+from cbdisagg.actors.placement import Spot, place_workers
+from cbdisagg.actors.report import Facts, Running, ready_text
+from cbdisagg.actors.runfolder import RunFolder, sweep
+from cbdisagg.actors.start import write_config
+from cbdisagg.actors.status import Status
+from cbdisagg.config import Config, ConfigError, Http
+from cbdisagg.messages import Address
+from cbdisagg.prepare import prepare_model, served_name
+
+
+def serve(config: Config, client: Address | None = None) -> None:
+    """Blocks until the service has ended by a signal (or, with `client`, by the end of the pipe on stdin).
+
+    Raises ConfigError or ServiceFailed, one line each, when it cannot run; nothing is left behind either way.
+    """
+    began = time.monotonic()
+    set_up_logging("supervisor")
+    if client is None:
+        check_port(config.http)
+    sweep()
+    status = Status()
+    try:
+        model = prepare_model(config.model, lambda stage, fraction: status.stage("model", stage, fraction))
+        status.stage("model", f"ready in {model}", 1.0)
+        folder = RunFolder()
+        try:
+            write_config(config, folder.path)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_supervise(config, folder.path, model, status, client, began))
+        finally:
+            folder.remove()
+    finally:
+        status.close()
+
+
+def check_port(http: Http) -> None:
+    """Raises ConfigError if the HTTP port cannot be had now, which is the commonest reason for a start to fail."""
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((http.host, http.port))
+        except OSError as error:
+            raise ConfigError(port_refused(http, error)) from error
+
+
+def port_refused(http: Http, error: OSError) -> str:
+    reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
+    return f"port {http.port} on {http.host} {reason}; choose another with --port, or another address with --host"
+
+
+async def _supervise(
+    config: Config, folder: Path, model: Path, status: Status, client: Address | None, began: float
+) -> None:
+    spots = place_workers(config.workers, os.sched_getaffinity(0))
+    view = OperatorView(config, model, spots, status, began)
+    supervisor = Supervisor(config, folder, model, spots, view, client)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, supervisor.stop)
+    loop.set_exception_handler(lambda _, context: supervisor.crash(context))
+    if client is not None and not watch_pipe(loop, sys.stdin.fileno(), supervisor.stop):
+        raise ServiceFailed("--client needs a pipe on stdin: its end tells when the client has ended")
+    await supervisor.run()
+
+
+class OperatorView:
+    """Shows stages while the service starts, then, once, what there is."""
+
+    def __init__(self, config: Config, model: Path, spots: Sequence[Spot], status: Status, began: float) -> None:
+        self._config, self._model, self._status, self._began = config, model, status, began
+        self._spots = {spot.name: spot for spot in spots}
+
+    def stage(self, name: str, stage: str, fraction: float) -> None:
+        self._status.stage(name, stage, fraction)
+
+    def ready(self, supervisor: Supervisor) -> None:
+        self._status.close()
+        if supervisor.client is None:
+            with contextlib.suppress(BrokenPipeError):  # who read our output has gone; the service stays
+                print(ready_text(self._facts(supervisor)), flush=True)
+
+    def _facts(self, supervisor: Supervisor) -> Facts:
+        assert supervisor.members is not None
+        processes = []
+        for child in supervisor.children:
+            spot = self._spots.get(child.name)
+            processes.append(Running(child.name, child.pid, spot.threads if spot else 0, spot.cpus if spot else ()))
+        processes.append(Running("supervisor", os.getpid()))
+        return Facts(
+            supervisor.url,
+            served_name(self._config.model),
+            str(self._model),
+            has_chat_template(self._model),
+            key_for_shell(self._config.http),
+            processes,
+            supervisor.members.pairs,
+            self._config.transfer.kind,
+            time.monotonic() - self._began,
+        )
+
+
+def has_chat_template(model: Path) -> bool:
+    if (model / "chat_template.jinja").exists():
+        return True
+    settings = model / "tokenizer_config.json"
+    return settings.exists() and bool(json.loads(settings.read_bytes()).get("chat_template"))
+
+
+def key_for_shell(http: Http) -> str:
+    """How a shell gets at the API key without our printing it."""
+    if http.api_key_file:
+        return f"$(head -n1 {shlex.quote(http.api_key_file)})"
+    return "$API_KEY" if http.api_key else ""

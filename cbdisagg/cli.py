@@ -1,0 +1,223 @@
+"""The command line. Every command imports what it needs when it runs, so that `--help` is there at once.
+
+User errors end with one line on stderr and exit status 1; a traceback is a bug.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from cbdisagg.messages import Address
+
+EXAMPLE = "\b\nExample:\n  "
+
+USAGE_ERROR = cast(
+    type[typer.BadParameter], next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+)
+"""What all errors in the use of a command line have in common. Typer exports one of them and hides the base."""
+
+app = typer.Typer(
+    name="cbdisagg",
+    help="Serve a language model with prefill and decode in separate worker processes.",
+    epilog="Start with: cbdisagg serve",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench = typer.Typer(help="Measure this machine, or a running server.", rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+def main() -> NoReturn:
+    """The entry point `cbdisagg`."""
+    from cbdisagg.config import ConfigError
+
+    arguments = sys.argv[1:]
+    try:
+        status = app(arguments or ["--help"], standalone_mode=False)
+    except USAGE_ERROR as error:
+        fail(f"{error.format_message().rstrip('.')} (see cbdisagg --help)")
+    except ConfigError as error:
+        fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def fail(line: str) -> NoReturn:
+    print(f"cbdisagg: {line}", file=sys.stderr)
+    sys.exit(1)
+
+
+# ------------------------------------------------------------------------------------------------------- serve
+
+
+@app.command(epilog=EXAMPLE + "cbdisagg serve --config configs/2p2d.toml --port 8080 --set targets.tpot_ms=30")
+def serve(
+    config: Annotated[Path | None, typer.Option(help="TOML file; without it 1 prefill + 1 decode worker.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (http.host).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (http.port).")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, .gguf file, hub id, or smollm2, the model that comes along.")
+    ] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings as TOML and end.")] = False,
+    no_http: Annotated[bool, typer.Option("--no-http", hidden=True)] = False,
+    client: Annotated[
+        str | None, typer.Option(hidden=True, metavar="JSON", help="The address of an api actor that exists already.")
+    ] = None,
+) -> None:
+    """Start all processes and serve until Ctrl-C."""
+    from cbdisagg.load import load_config, resolve
+    from cbdisagg.load import print_config as as_toml
+
+    overrides = [*_given("http.host", host), *_given("http.port", port), *_model(model), *(set_ or [])]
+    if print_config:
+        resolved = resolve(config, overrides)
+        print(as_toml(resolved.config, resolved.origins), end="")
+        return
+    if no_http != (client is not None):
+        fail("--no-http and --client go together: the client takes the place of the HTTP server")
+    from cbdisagg.actors.launch import ServiceFailed
+    from cbdisagg.actors.serve import serve as run
+
+    try:
+        run(load_config(config, overrides), _address(client))
+    except ServiceFailed as failure:
+        fail(str(failure))
+
+
+def _given(key: str, value: object) -> list[str]:
+    return [] if value is None else [f"{key}={value}"]
+
+
+def _model(value: str | None) -> list[str]:
+    """`--model` sets path or name, and takes back the other if the file has set it."""
+    if value is None:
+        return []
+    is_path = Path(value).expanduser().exists() or value.startswith((".", "/", "~")) or value.endswith(".gguf")
+    path, name = (value, "") if is_path else ("", value)
+    return [f"model.path={path}", f"model.name={name}"]
+
+
+def _address(client: str | None) -> Address | None:
+    """The client's address: a JSON object with the fields of `messages.Address`."""
+    if client is None:
+        return None
+    import msgspec
+
+    from cbdisagg.messages import Address
+
+    try:
+        fields = msgspec.json.decode(client, type=dict[str, str | int])
+        return msgspec.convert(
+            [fields["name"], fields["incarnation"], fields["endpoint"], fields.get("public_key", "")], Address
+        )
+    except (msgspec.MsgspecError, KeyError) as error:
+        fail(f"--client {client}: not the address of a client: {error}")
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+StartFile = Annotated[Path, typer.Option("--start", help="The start file that a supervisor has written (JSON).")]
+
+
+@app.command(epilog=EXAMPLE + "cbdisagg worker --start /tmp/cbdisagg-x1/decode-0.1700000000000000000.json")
+def worker(start: StartFile) -> None:
+    """Run one worker; serve does this for you."""
+    from cbdisagg.actors.life import run_child
+    from cbdisagg.actors.start import read_start
+    from cbdisagg.actors.worker import run_worker
+
+    given, config = read_start(start, "worker")
+    run_child(given, lambda life: run_worker(life, given, config))
+
+
+@app.command(epilog=EXAMPLE + "cbdisagg coordinator --start /tmp/cbdisagg-x1/coordinator.1700000000000000000.json")
+def coordinator(start: StartFile) -> None:
+    """Run the coordinator; serve does this for you."""
+    from cbdisagg.actors.coordinator import run_coordinator
+    from cbdisagg.actors.life import run_child
+    from cbdisagg.actors.start import read_start
+
+    given, config = read_start(start, "coordinator")
+    run_child(given, lambda life: run_coordinator(life, given, config))
+
+
+@app.command(epilog=EXAMPLE + "cbdisagg api --start /tmp/cbdisagg-x1/api.1700000000000000000.json")
+def api(start: StartFile) -> None:
+    """Run the HTTP server; serve does this for you."""
+    from cbdisagg.actors.api import run_api
+    from cbdisagg.actors.life import run_child
+    from cbdisagg.actors.start import read_start
+
+    given, config = read_start(start, "api")
+    run_child(given, lambda life: run_api(life, given, config))
+
+
+# ------------------------------------------------------------------------------------------------------- journals
+
+
+@app.command(epilog=EXAMPLE + "cbdisagg check journal/decode-0.1700000000000000000.0000.journal")
+def check(journal: Annotated[Path, typer.Argument(help="First part of a journal ([debug] journal).")]) -> None:
+    """Replay a journal, report the first thing wrong.
+
+    The events go into a fresh core; broken invariants and effects that differ from the recorded ones are found.
+    """
+    from cbdisagg.actors.journal import JournalError
+    from cbdisagg.actors.replay import replay
+
+    try:
+        finding = replay(journal)
+    except JournalError as error:
+        fail(str(error))
+    print(finding.text)
+    if not finding.sound:
+        raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------------------------------------------- bench
+
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@bench.callback(invoke_without_command=True, epilog=EXAMPLE + "cbdisagg bench step --help")
+def bench_help(context: typer.Context) -> None:
+    """Measure this machine, or a running server."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def _bench(context: typer.Context, module: str, function: str) -> None:
+    """Run a function of cbdisagg_bench as a command of its own; it parses the arguments, `--help` among them."""
+    command: Callable[..., object] = getattr(import_module(f"cbdisagg_bench.{module}"), function)
+    sub = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    sub.command()(command)
+    sub(context.args, prog_name=context.command_path, standalone_mode=False)
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def step(context: typer.Context) -> None:
+    """Time decode and prefill steps of one worker."""
+    _bench(context, "step", "step")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def transfer(context: typer.Context) -> None:
+    """Time hand-overs of KV pages between processes."""
+    _bench(context, "transfer", "transfer")
+
+
+@bench.command("serve", context_settings=PASSED_ON, add_help_option=False)
+def load(context: typer.Context) -> None:
+    """Put load on a running server and time its answers."""
+    _bench(context, "load", "load")
