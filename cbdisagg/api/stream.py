@@ -1,0 +1,183 @@
+"""One stream of tokens: what has come, what has been read, and in which order.
+
+Knows indices, not processes. The client puts runs in; one reader iterates. Runs of one submission may come early (its
+writer can change) and twice (after a resubmission): each index is taken once, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from msgspec.structs import replace
+
+from cbdisagg.messages import Address, Finish, Generate, Logprobs, TokenRun
+
+CancelReason: TypeAlias = Literal["stop", "disconnect", "error", "stale"]
+
+
+ID_BYTES = 4
+
+
+class RequestRejected(Exception):
+    """No token has been computed. `status` is the HTTP status to give, `retry_after_s` 0 if there is no telling."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status, self.message, self.retry_after_s = status, message, retry_after_s
+
+
+class StreamFailed(Exception):
+    """The sequence cannot be completed; tokens may have been given out before."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What has come since the last one: one token each for a reader that keeps up, more for one that lags.
+
+    `logprobs` has an entry for each id if they were asked for. `prompt_logprobs` has an entry for each prompt token,
+    the first None, in one update of the stream. `finish` is set in the last one.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs | None, ...] = ()
+    finish: Finish | None = None
+
+
+class Stream:
+    """Iterate to read; raises RequestRejected or StreamFailed. One reader at a time.
+
+    `output` holds all tokens received, read or not. `worker` is who has accepted the current submission, `heard` whether
+    anybody has; `parked` says that it waits to be submitted again; `deaths` counts workers lost since the last token.
+    """
+
+    def __init__(self, request: Generate, born: float, cancel: Callable[[Stream, CancelReason], None]) -> None:
+        self.id = request.id
+        self.request = request
+        self.born = born
+        self.submission = 0
+        self.worker: Address | None = None
+        self.heard = False
+        self.parked = False
+        self.deaths = 0
+        self.output = array("i")
+        self.has_prompt_logprobs = False
+        self.ended = False
+        self._cancel = cancel
+        self._early: dict[int, TokenRun] = {}
+        self._unread: list[TokenRun] = []
+        self._error: RequestRejected | StreamFailed | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def received(self) -> int:
+        """Tokens received in all submissions: what usage counts."""
+        return len(self.output)
+
+    # ------------------------------------------------------------------------------------------------ the reader
+
+    def __aiter__(self) -> AsyncIterator[Update]:
+        return self
+
+    async def __anext__(self) -> Update:
+        while not self._unread:
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._read()
+
+    def cancel(self, reason: CancelReason) -> None:
+        """End the stream here and at its worker; nothing more will come. Does nothing to a stream that has ended."""
+        if not self.ended:
+            self.ended = True
+            self._cancel(self, reason)
+        self._unread, self._error = [], None
+        self._wake()
+
+    def _read(self) -> Update:
+        runs, self._unread = self._unread, []
+        if len(runs) == 1:
+            run = runs[0]
+            return Update(run.ids, run.logprobs, run.prompt_logprobs, run.finish)
+        return Update(
+            tuple(id for run in runs for id in run.ids),
+            tuple(entry for run in runs for entry in run.logprobs),
+            tuple(entry for run in runs for entry in run.prompt_logprobs),
+            runs[-1].finish,
+        )
+
+    # ------------------------------------------------------------------------------------------------ the client
+
+    def take(self, run: TokenRun) -> None:
+        """Put a run of the current submission in its place."""
+        if run.index > len(self.output):
+            self._early[run.index] = run
+            return
+        self._append(run)
+        while self._early and not self.ended:
+            index = min(self._early)
+            if index > len(self.output):
+                break
+            self._append(self._early.pop(index))
+        self._wake()
+
+    def park(self) -> None:
+        """Give up the current submission: what was on its way to fill its gaps will not come."""
+        self.submission += 1
+        self.parked = True
+        self.worker, self.heard = None, False
+        self._early.clear()
+
+    def fail(self, error: RequestRejected | StreamFailed) -> None:
+        """The reader gets what has come, then the error."""
+        self.ended, self._error = True, error
+        self._wake()
+
+    def _append(self, run: TokenRun) -> None:
+        """`run` begins at or before the next index; what is there already is dropped."""
+        if run.index < len(self.output):
+            run = _without(run, len(self.output) - run.index)
+        if run.ids:
+            self.output.extend(run.ids)
+            self.deaths = 0
+        if run.prompt_logprobs:
+            if self.has_prompt_logprobs:
+                run = replace(run, prompt_logprobs=())
+            self.has_prompt_logprobs = True
+        if run.finish is not None:
+            run = self._ended_by(run, run.finish)
+        if run.ids or run.prompt_logprobs or run.finish is not None:
+            self._unread.append(run)
+
+    def _ended_by(self, run: TokenRun, finish: Finish) -> TokenRun:
+        """After a resubmission, earlier output may be in a prefix cache too: what counts as cached is of the prompt."""
+        self.ended = True
+        if finish.reason == "error":
+            self._error = StreamFailed(finish.message or "the worker could not go on")
+            return replace(run, finish=None)
+        cached = min(finish.cached_tokens, len(self.request.prompt) // ID_BYTES)
+        return replace(run, finish=replace(finish, cached_tokens=cached))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _without(run: TokenRun, first: int) -> TokenRun:
+    """The run without its first tokens."""
+    kept = slice(min(first, len(run.ids)), None)
+    return replace(run, index=run.index + len(run.ids[:first]), ids=run.ids[kept], logprobs=run.logprobs[kept])
