@@ -192,6 +192,8 @@ def _pinning(config: Config, cpus: Collection[int]) -> Iterator[Problem]:
         wanted = group.count * max(group.threads, 1)
         if len(cores) < wanted:
             yield Problem(key, group.cpus, f"{len(cores)} cores for {_needs(group)}; name at least {wanted}")
+        elif len(cores) % group.count:
+            yield Problem(key, group.cpus, f"{len(cores)} cores cannot be shared evenly by {group.count} workers")
         taken |= dict.fromkeys(cores, index)
 
 
