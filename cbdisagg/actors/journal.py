@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -35,12 +35,12 @@ class JournalError(Exception):
 
 
 class Header(Struct, frozen=True):
-    """Opens each part; enough to build the core anew."""
+    """Opens each part; enough to build the core anew. Without `worker` it is the coordinator's."""
 
     protocol: int
     part: int
-    core: Literal["worker", "coordinator"]
-    me: WorkerInfo | Address
+    address: Address
+    worker: WorkerInfo | None
     config: Config
     config_hash: int
 
@@ -54,8 +54,8 @@ class Journal:
         self._header = Header(
             PROTOCOL_VERSION,
             0,
-            "worker" if isinstance(me, WorkerInfo) else "coordinator",
-            me,
+            address,
+            me if isinstance(me, WorkerInfo) else None,
             config,
             zlib.crc32(msgspec.msgpack.encode(config)),
         )

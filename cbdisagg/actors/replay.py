@@ -12,7 +12,6 @@ from cbdisagg.actors.shell import Core
 from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.invariants import BrokenInvariant, check_coordinator, check_worker
 from cbdisagg.core.worker import WorkerCore
-from cbdisagg.messages import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ def replay(first: Path) -> Finding:
 
 
 def _core(header: Header) -> tuple[Core[Any], Callable[[], None]]:
-    if isinstance(header.me, WorkerInfo):
-        worker = WorkerCore(header.me, header.config)
+    if header.worker is not None:
+        worker = WorkerCore(header.worker, header.config)
         return worker, lambda: check_worker(worker)
-    coordinator = CoordinatorCore(header.me, header.config)
+    coordinator = CoordinatorCore(header.address, header.config)
     return coordinator, lambda: check_coordinator(coordinator)

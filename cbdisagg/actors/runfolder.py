@@ -30,6 +30,10 @@ class RunFolder:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Give up the lock, as the end of the process does: who sweeps may now remove the folder."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

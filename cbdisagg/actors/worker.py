@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -56,9 +57,29 @@ class Loaded:
     max_len: int
 
 
-async def run_worker(life: Life, start: Start, config: Config) -> None:
+Loader: TypeAlias = Callable[[Start, Config, Address, Callable[[str, float], None]], Loaded]
+"""(start, config, address of the worker, progress) -> what is loaded; raises ConfigError if it cannot be."""
+
+
+def load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> Loaded:
+    """Read the model and make the pool. Raises ConfigError: a model that cannot be served, settings that do not fit."""
+    progress("importing torch", 0.0)
+    from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
+
+    folder, dtype, page_size = Path(start.model), config.model.dtype, config.kv.page_size
+    model = describe(folder, dtype)
+    page_bytes = model.page_bytes(page_size)
+    pages, max_len = size_pool(config.kv, config.model.max_len, model.context_length, model.layers * page_bytes)
+    pool = create_pool(me, model.layers, pages, page_bytes)
+    progress("loading weights", 0.2)
+    runner = build_runner(folder, dtype, pool, page_size, max_len, start.threads)
+    fingerprint = f"{model.fingerprint}/page{page_size}/protocol{PROTOCOL_VERSION}"
+    return Loaded(runner, pool, fingerprint, max_len)
+
+
+async def run_worker(life: Life, start: Start, config: Config, load: Loader = load) -> None:
     """Until the life ends."""
-    worker = Worker(life, start, config)
+    worker = Worker(life, start, config, load)
     try:
         await life.ended
     finally:
@@ -68,8 +89,8 @@ async def run_worker(life: Life, start: Start, config: Config) -> None:
 class Worker:
     """One start of one worker. Loop only, but for the callbacks of the transport."""
 
-    def __init__(self, life: Life, start: Start, config: Config) -> None:
-        self._life, self._start, self._config = life, start, config
+    def __init__(self, life: Life, start: Start, config: Config, load: Loader) -> None:
+        self._life, self._start, self._config, self._loader = life, start, config, load
         self._place = Place.of(config.cluster, Path(start.folder))
         decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._mailbox = Mailbox(start.name, start.incarnation, self._place, decoder)
@@ -94,7 +115,9 @@ class Worker:
         if self._start.cpus:
             os.sched_setaffinity(0, self._start.cpus)  # 0: this thread; the loop and the sockets may run elsewhere
         try:
-            loaded = load(self._start, self._config, self._mailbox.address, partial(self._from_thread, self._progress))
+            loaded = self._loader(
+                self._start, self._config, self._mailbox.address, partial(self._from_thread, self._progress)
+            )
         except ConfigError as error:
             self._from_thread(self._tell_supervisor, Failed(f"{self._start.name}: {error}"))
         else:
@@ -179,19 +202,3 @@ class Worker:
 
     def _from_thread(self, call: Callable[..., None], *arguments: object) -> None:
         self._life.loop.call_soon_threadsafe(call, *arguments)
-
-
-def load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> Loaded:
-    """Read the model and make the pool. Raises ConfigError: a model that cannot be served, settings that do not fit."""
-    progress("importing torch", 0.0)
-    from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
-
-    folder, dtype, page_size = Path(start.model), config.model.dtype, config.kv.page_size
-    model = describe(folder, dtype)
-    page_bytes = model.page_bytes(page_size)
-    pages, max_len = size_pool(config.kv, config.model.max_len, model.context_length, model.layers * page_bytes)
-    pool = create_pool(me, model.layers, pages, page_bytes)
-    progress("loading weights", 0.2)
-    runner = build_runner(folder, dtype, pool, page_size, max_len, start.threads)
-    fingerprint = f"{model.fingerprint}/page{page_size}/protocol{PROTOCOL_VERSION}"
-    return Loaded(runner, pool, fingerprint, max_len)

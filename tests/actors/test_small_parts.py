@@ -1,0 +1,171 @@
+"""Pure and small: placement on cores, pool sizes, run folders, start files, the ready text, back-off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cbdisagg.actors.children import BackOff, Incarnations, cause
+from cbdisagg.actors.placement import Spot, place_workers
+from cbdisagg.actors.report import Facts, Running, ready_text
+from cbdisagg.actors.runfolder import RunFolder, sweep
+from cbdisagg.actors.sizing import size_pool
+from cbdisagg.actors.start import Start, read_start, write_config
+from cbdisagg.config import Config, ConfigError, Kv, Workers
+from cbdisagg.messages import Address, Pair
+
+SUPERVISOR = Address("supervisor", 1, "ipc:///s")
+
+PAIR = (Workers(role="prefill"), Workers(role="decode"))
+
+
+@pytest.mark.parametrize(
+    ("groups", "cores", "spots"),
+    [
+        (PAIR, [0, 1], [Spot("prefill-0", "prefill", 1, (0,)), Spot("decode-0", "decode", 1, (1,))]),
+        (PAIR, [4, 5, 6], [Spot("prefill-0", "prefill", 1, (4,)), Spot("decode-0", "decode", 1, (5,))]),
+        (PAIR, [0], [Spot("prefill-0", "prefill", 1, ()), Spot("decode-0", "decode", 1, ())]),
+        ((Workers(),), [0, 1, 2], [Spot("worker-0", "any", 3, ())]),
+        (
+            (Workers(role="prefill", count=2, threads=1), Workers(role="decode")),
+            [0, 1, 2, 3],
+            [
+                Spot("prefill-0", "prefill", 1, (0,)),
+                Spot("prefill-1", "prefill", 1, (1,)),
+                Spot("decode-0", "decode", 2, (2, 3)),
+            ],
+        ),
+        (
+            (Workers(role="prefill", cpus="2-3"), Workers(role="decode", cpus="none")),
+            [0, 1, 2, 3],
+            [Spot("prefill-0", "prefill", 2, (2, 3)), Spot("decode-0", "decode", 2, ())],
+        ),
+        (
+            (Workers(count=2, cpus="0-3", threads=1), Workers()),
+            [0, 1, 2, 3, 4],
+            [Spot("worker-0", "any", 1, (0, 1)), Spot("worker-1", "any", 1, (2, 3)), Spot("worker-2", "any", 1, (4,))],
+        ),
+    ],
+)
+def test_workers_share_the_cores(groups: tuple[Workers, ...], cores: list[int], spots: list[Spot]) -> None:
+    assert place_workers(groups, cores) == spots
+
+
+def test_more_threads_than_cores_are_not_pinned() -> None:
+    spots = place_workers((Workers(count=3, threads=2),), [0, 1, 2, 3])
+    assert [(spot.threads, spot.cpus) for spot in spots] == [(2, ())] * 3
+
+
+@pytest.mark.parametrize(
+    ("kv", "max_len", "sizes"),
+    [
+        (Kv(pages=100), 0, (100, 1600)),
+        (Kv(pages=1000), 0, (1000, 2048)),
+        (Kv(pages=1000), 300, (1000, 300)),
+        (Kv(memory_mb=1), 0, (256, 2048)),
+        (Kv(), 0, (131072, 2048)),
+    ],
+)
+def test_pool_sizes(kv: Kv, max_len: int, sizes: tuple[int, int]) -> None:
+    assert size_pool(kv, max_len, context=2048, page_bytes=4096) == sizes
+
+
+@pytest.mark.parametrize(
+    ("kv", "max_len", "message"),
+    [
+        (Kv(pages=4), 65, r"the pool holds 64 tokens \(4 pages\); lower max_len, or set kv.pages to 5 or .* to 1$"),
+        (Kv(), 4096, "context is 2048 tokens"),
+        (Kv(pages=1), 0, "at least 2"),
+    ],
+)
+def test_contradictions_are_refused(kv: Kv, max_len: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        size_pool(kv, max_len, context=2048, page_bytes=4096)
+
+
+def test_a_memory_too_small_for_two_pages_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory_mb = 1 holds less than two pages of 0\.8 MiB"):
+        size_pool(Kv(memory_mb=1), 0, context=2048, page_bytes=800_000)
+
+
+def test_run_folders_of_the_dead_are_swept_and_others_are_not(tmp_path: Path) -> None:
+    alive, dead = RunFolder(tmp_path), RunFolder(tmp_path)
+    assert alive.path.stat().st_mode & 0o777 == 0o700
+    (dead.path / "socket").touch()
+    dead.release()
+    (tmp_path / "cbdisagg-notes").mkdir()  # a folder of the user's that only looks like one of ours
+    assert sweep(tmp_path) == [dead.path]
+    assert sorted(tmp_path.iterdir()) == sorted([alive.path, tmp_path / "cbdisagg-notes"])
+    alive.remove()
+    alive.remove()
+    assert list(tmp_path.iterdir()) == [tmp_path / "cbdisagg-notes"]
+
+
+def test_start_files_come_back_as_written(tmp_path: Path) -> None:
+    start = Start("worker", "decode-0", 5, SUPERVISOR, 10, str(tmp_path), "/model", "decode", 2, (0, 1))
+    write_config(Config(), tmp_path)
+    path = start.write()
+    assert read_start(path, "worker") == (start, Config())
+    with pytest.raises(ConfigError, match="starts the worker decode-0, not a api"):
+        read_start(path, "api")
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="missing required field"):
+        read_start(path, "worker")
+
+
+def test_incarnations_grow_even_if_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = Incarnations()
+    first = numbers.next()
+    monkeypatch.setattr("time.time_ns", lambda: 7)
+    assert [numbers.next(), numbers.next()] == [first + 1, first + 2]
+
+
+def test_back_off_doubles_to_a_limit_and_forgets_after_health() -> None:
+    backoff = BackOff()
+    assert [backoff.after(1.0) for _ in range(9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    assert [backoff.after(61.0), backoff.after(1.0)] == [0.1, 0.2]
+
+
+def test_causes_are_words() -> None:
+    assert [cause(0), cause(3), cause(-9), cause(-99)] == ["exit status 0", "exit status 3", "SIGKILL", "signal 99"]
+
+
+P, D = Address("prefill-0", 2, ""), Address("decode-0", 3, "")
+
+
+def facts(*pairs: Pair, chat: bool = True, key: str = "") -> Facts:
+    processes = [Running("prefill-0", 11, 1, (0,)), Running("decode-0", 12, 2, (1, 2)), Running("api", 13)]
+    return Facts("http://127.0.0.1:8000", "tiny", "/models/tiny", chat, key, processes, pairs, "auto", 7.96)
+
+
+def test_the_ready_text() -> None:
+    assert ready_text(facts(Pair(P, D, "shm", 8.94e9))) == (
+        """\
+cbdisagg serves tiny at http://127.0.0.1:8000/v1  (ready after 8.0 s)
+
+Try it:
+  curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' """
+        """-d '{"model": "tiny", "stream": true, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+
+Model folder (give it to clients that want a tokenizer): /models/tiny
+Processes:
+  prefill-0    pid 11      1 thread on core 0
+  decode-0     pid 12      2 threads on cores 1, 2
+  api          pid 13
+KV pages move:
+  prefill-0 -> decode-0: shm, 8.9 GB/s measured
+Stop with Ctrl-C."""
+    )
+
+
+def test_a_fall_back_is_a_warning() -> None:
+    text = ready_text(facts(Pair(P, D, "zmq", 1e9, "shm: no such process"), Pair(D, P, "", 0.0, "nothing works")))
+    assert "Warning: KV pages move from prefill-0 to decode-0 by zmq, as the fastest way does not work: shm: no" in text
+    assert "Warning: KV pages cannot move from decode-0 to prefill-0: nothing works." in text
+
+
+def test_a_model_without_chat_template_gets_a_completion_to_try() -> None:
+    text = ready_text(facts(chat=False, key="$API_KEY"))
+    assert "/v1/completions -H 'Content-Type: application/json' -H \"Authorization: Bearer $API_KEY\" -d" in text
+    assert "KV pages" not in text
