@@ -1,0 +1,126 @@
+"""From a model folder to a runner, and what can be said of a model without loading it.
+
+Knows where everything comes from: transformers reads the config (never code from the folder), weights.py the tensors,
+families.py gives them meaning, kernels/ops.py the operators. The only place that sets torch's number of threads.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from cbdisagg_kernels.ops import select
+from numpy.typing import NDArray
+from transformers import AutoConfig
+
+from cbdisagg.config import ModelError
+from cbdisagg.engine.families import Spec, spec_of, weights_of
+from cbdisagg.engine.kv import LAYOUT, KvShape, pool_tensor
+from cbdisagg.engine.model import Decoder
+from cbdisagg.engine.runner import TorchRunner
+from cbdisagg.engine.weights import load, weight_files
+
+CPU = torch.device("cpu")
+SAMPLES = 16
+SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model as its worker needs to know it before the pool exists.
+
+    `context`: tokens that it can see at most, prompt + output. `fingerprint`: of the weights, the dtype, the pool's
+    layout and the operators; workers that differ are never paired.
+    """
+
+    family: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    parameters_bytes: int
+    fingerprint: str
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of `page_size` tokens in one layer."""
+        return KvShape(self.layers, self.kv_heads, self.head_dim, page_size, _dtype(self.dtype)).page_bytes
+
+
+def describe(folder: Path, dtype: str) -> ModelInfo:
+    """Read the config and look at the weight files. Raises ModelError if the model is not one of ours."""
+    spec = _spec(folder)
+    files = weight_files(folder)
+    return ModelInfo(
+        family=spec.family,
+        dtype=dtype,
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        vocab=spec.vocab,
+        context=min(spec.context, spec.window or spec.context),
+        parameters_bytes=sum(path.stat().st_size for path in files),
+        fingerprint=_fingerprint(folder, files, dtype),
+    )
+
+
+def build_runner(
+    folder: Path, dtype: str, memory: NDArray[np.uint8], page_size: int, max_len: int, threads: int
+) -> TorchRunner:
+    """Load a model on the CPU. `memory` [layers, pages, page_bytes], writable, is its KV pool (`Pool.pages`).
+
+    `max_len`: tokens of prompt + output that a sequence may have. `threads`: of each operator, from now on in the whole
+    process. Raises ModelError if the folder holds no model of ours or the model cannot see `max_len` tokens.
+    """
+    torch.set_num_threads(threads)
+    spec = _spec(folder)
+    _check_length(spec, max_len)
+    shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, page_size, _dtype(dtype))
+    weights = weights_of(spec, load(folder))
+    decoder = Decoder(spec, weights, select(CPU, shape.dtype), pool_tensor(memory, shape), max_len)
+    return TorchRunner(decoder, max_len)
+
+
+def _spec(folder: Path) -> Spec:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: config.json is missing: not a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from None
+    return spec_of(config)
+
+
+def _check_length(spec: Spec, max_len: int) -> None:
+    if max_len > spec.context:
+        raise ModelError(f"max_len = {max_len}: the model's context is {spec.context} tokens")
+    if spec.window is not None and max_len > spec.window:
+        raise ModelError(f"max_len = {max_len}: the model has a sliding window, and {spec.window} tokens fill it")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise ModelError(f"dtype = {name!r}: supported are {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _fingerprint(folder: Path, files: list[Path], dtype: str) -> str:
+    """Of the config and of samples of the weight files: their sizes, their heads and blocks spread over the rest."""
+    digest = blake2b(digest_size=16)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for n in range(SAMPLES):
+                file.seek(size * n // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    ops = select(CPU, _dtype(dtype)).name
+    return f"{digest.hexdigest()} {dtype} {ops} {LAYOUT}"

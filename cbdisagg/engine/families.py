@@ -1,0 +1,262 @@
+"""What each model family is, told to one decoder: its numbers, its switches, and the names of its weights.
+
+Knows Hugging Face configs and checkpoints of Llama (so SmolLM2, and Mistral inside its window) and OPT (the article's
+model). Knows nothing of how a layer is computed. A new family is one function from config to `Spec`, one table of names
+and one line in FAMILIES; what a config asks for and the decoder cannot do is refused here, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from cbdisagg.config import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions: radians per position for each pair of a head, [head_dim / 2], and a factor on cos and sin."""
+
+    frequencies: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Positions looked up in a table, `offset` rows in."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One decoder. Counts are of elements; `context` is the longest prompt + output in tokens.
+
+    `window`: a token sees this many keys including its own, or None. `norm_first`: norms before attention and
+    feed-forward (else after each residual sum). `vocab`: ids at or above it are padding, never drawn.
+    """
+
+    family: str
+    vocab: int
+    context: int
+    window: int | None
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm: Literal["rms", "layer"]
+    norm_eps: float
+    norm_first: bool
+    activation: Literal["silu_mul", "relu"]
+    positions: Rope | Learned
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A weight and its bias: [out, in] and [out] of a product, or [hidden] both of a norm. None: there is none."""
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """`qkv` and `up` are fused: queries, keys, values; for a gated feed-forward gate, then up."""
+
+    attention_norm: Affine
+    qkv: Affine
+    out: Affine
+    feed_norm: Affine
+    up: Affine
+    down: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """`embed` [>= vocab, width]; the projections exist where width differs from hidden."""
+
+    embed: Tensor
+    positions: Tensor | None
+    project_in: Affine | None
+    layers: list[LayerWeights]
+    final_norm: Affine | None
+    project_out: Affine | None
+    head: Tensor
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+
+def spec_of(config: PreTrainedConfig) -> Spec:
+    """The decoder that a config describes. Raises ModelError, naming the setting, if it is not one of ours."""
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"model family {config.model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelError("quantization_config: quantised weights are not supported; convert them to bfloat16")
+    return FAMILIES[config.model_type][0](config)
+
+
+def weights_of(spec: Spec, tensors: Tensors) -> ModelWeights:
+    """The weights of a checkpoint in the decoder's terms. Raises ModelError if one is missing."""
+    try:
+        return FAMILIES[spec.family][1](spec, tensors)
+    except KeyError as missing:
+        raise ModelError(f"the weights hold no tensor {missing}: not a {spec.family} model?") from None
+
+
+# --------------------------------------------------------------------------------------------------------- Llama
+
+
+def _llama_spec(config: Any) -> Spec:
+    _require(config, "hidden_act", "silu")
+    heads = config.num_attention_heads
+    return Spec(
+        family=config.model_type,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        window=getattr(config, "sliding_window", None),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        norm_first=True,
+        activation="silu_mul",
+        positions=_rope(config),
+    )
+
+
+def _rope(config: Any) -> Rope:
+    """Frequencies as transformers computes them, for the types whose frequencies do not change with the length."""
+    parameters = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        return Rope(1.0 / parameters["rope_theta"] ** exponents, 1.0)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return Rope(frequencies, scaling)
+
+
+def _llama_weights(spec: Spec, tensors: Tensors) -> ModelWeights:
+    def layer(n: int) -> LayerWeights:
+        attention, feed = f"model.layers.{n}.self_attn.", f"model.layers.{n}.mlp."
+        return LayerWeights(
+            attention_norm=Affine(tensors[f"model.layers.{n}.input_layernorm.weight"]),
+            qkv=_fused(tensors, attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            out=_affine(tensors, attention + "o_proj"),
+            feed_norm=Affine(tensors[f"model.layers.{n}.post_attention_layernorm.weight"]),
+            up=_fused(tensors, feed + "gate_proj", feed + "up_proj"),
+            down=_affine(tensors, feed + "down_proj"),
+        )
+
+    embed = tensors["model.embed_tokens.weight"]
+    return ModelWeights(
+        embed=embed,
+        positions=None,
+        project_in=None,
+        layers=[layer(n) for n in range(spec.layers)],
+        final_norm=Affine(tensors["model.norm.weight"]),
+        project_out=None,
+        head=tensors.get("lm_head.weight", embed),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- OPT
+
+
+def _opt_spec(config: Any) -> Spec:
+    _require(config, "activation_function", "relu")
+    heads = config.num_attention_heads
+    return Spec(
+        family=config.model_type,
+        vocab=config.vocab_size,
+        context=config.max_position_embeddings,
+        window=None,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=config.hidden_size // heads,
+        norm="layer",
+        norm_eps=1e-5,
+        norm_first=config.do_layer_norm_before,
+        activation="relu",
+        positions=Learned(offset=2),
+    )
+
+
+def _opt_weights(spec: Spec, tensors: Tensors) -> ModelWeights:
+    # Checkpoints saved from the bare model lack the outer "model.".
+    root = "model.decoder." if "model.decoder.embed_tokens.weight" in tensors else "decoder."
+
+    def layer(n: int) -> LayerWeights:
+        here = f"{root}layers.{n}."
+        attention = here + "self_attn."
+        return LayerWeights(
+            attention_norm=_norm(tensors, here + "self_attn_layer_norm"),
+            qkv=_fused(tensors, attention + "q_proj", attention + "k_proj", attention + "v_proj"),
+            out=_affine(tensors, attention + "out_proj"),
+            feed_norm=_norm(tensors, here + "final_layer_norm"),
+            up=_affine(tensors, here + "fc1"),
+            down=_affine(tensors, here + "fc2"),
+        )
+
+    embed = tensors[root + "embed_tokens.weight"]
+    narrow = embed.shape[1] != spec.hidden
+    # The 350M model, whose norms come after each sum, has none at the end.
+    return ModelWeights(
+        embed=embed,
+        positions=tensors[root + "embed_positions.weight"],
+        project_in=_affine(tensors, root + "project_in") if narrow else None,
+        layers=[layer(n) for n in range(spec.layers)],
+        final_norm=_norm(tensors, root + "final_layer_norm") if spec.norm_first else None,
+        project_out=_affine(tensors, root + "project_out") if narrow else None,
+        head=tensors.get("lm_head.weight", embed),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- common
+
+
+def _require(config: Any, name: str, value: object) -> None:
+    if getattr(config, name) != value:
+        raise ModelError(
+            f"{name} = {getattr(config, name)!r} is not supported for {config.model_type}; only {value!r} is"
+        )
+
+
+def _affine(tensors: Tensors, name: str) -> Affine:
+    return Affine(tensors[name + ".weight"], tensors.get(name + ".bias"))
+
+
+def _norm(tensors: Tensors, name: str) -> Affine:
+    """A norm whose weight may be absent: OPT has a switch for it."""
+    return Affine(tensors.get(name + ".weight"), tensors.get(name + ".bias"))
+
+
+def _fused(tensors: Tensors, *names: str) -> Affine:
+    """Products of the same input as one: weights stacked along their outputs."""
+    parts = [_affine(tensors, name) for name in names]
+    biases = [part.bias for part in parts if part.bias is not None]
+    return Affine(torch.cat([tensors[name + ".weight"] for name in names]), torch.cat(biases) if biases else None)
+
+
+FAMILIES: dict[str, tuple[Callable[[Any], Spec], Callable[[Spec, Tensors], ModelWeights]]] = {
+    "llama": (_llama_spec, _llama_weights),
+    "mistral": (_llama_spec, _llama_weights),
+    "opt": (_opt_spec, _opt_weights),
+}

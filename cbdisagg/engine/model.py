@@ -1,0 +1,138 @@
+"""The decoder of every family, as one forward pass over a flat batch of tokens.
+
+Knows weights and operators; of the batch it knows rows, positions and what attention has planned. Tokens of all
+sequences go through each product together; only attention tells sequences apart. Nothing here keeps state between steps
+but the weights: keys and values live in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from cbdisagg_kernels.attention import Attention
+from cbdisagg_kernels.linear import Linear
+from cbdisagg_kernels.ops import Ops
+from cbdisagg_kernels.rope import rope_tables
+from torch import Tensor
+from torch.nn import functional
+
+from cbdisagg.engine.batch import Batch
+from cbdisagg.engine.families import Affine, LayerWeights, Learned, ModelWeights, Rope, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attention_norm: Callable[[Tensor], Tensor]
+    qkv: Linear
+    out: Linear
+    feed_norm: Callable[[Tensor], Tensor]
+    up: Linear
+    down: Linear
+
+
+class Decoder:
+    """`pool` [layer, page, 2, kv_head, slot, head_dim] gives the dtype; positions below `max_len` can be computed."""
+
+    def __init__(self, spec: Spec, weights: ModelWeights, ops: Ops, pool: Tensor, max_len: int) -> None:
+        self.spec, self.ops, self.pool, self.dtype = spec, ops, pool, pool.dtype
+        self.attention: Attention = ops.attention(spec.kv_heads, pool.shape[4], spec.head_dim, self.dtype)
+        self.scale = spec.head_dim**-0.5
+        self.activate = ops.silu_mul if spec.activation == "silu_mul" else ops.relu
+        self.embedding = weights.embed.to(self.dtype)
+        self.project_in = self._linear(weights.project_in) if weights.project_in else None
+        self.layers = [self._layer(layer) for layer in weights.layers]
+        self.final_norm = self._norm(weights.final_norm) if weights.final_norm else None
+        self.project_out = self._linear(weights.project_out) if weights.project_out else None
+        self.head = self._linear(Affine(weights.head))
+        self.position_table: Tensor | None = None
+        match spec.positions:
+            case Rope(frequencies, scaling):
+                self.cos, self.sin = rope_tables(frequencies, max_len, scaling, self.dtype)
+            case Learned(offset):
+                assert weights.positions is not None
+                self.position_table = weights.positions[offset : offset + max_len].to(self.dtype)
+
+    def forward(self, batch: Batch, written: Callable[[int], None]) -> Tensor:
+        """What the head takes, for the rows `batch.outputs`: [outputs, width].
+
+        `written(layer)` is called, in order, once this layer's keys and values of all tokens are in the pool.
+        """
+        norm_first = self.spec.norm_first
+        x = self._embed(batch)
+        turn = (self.cos[batch.positions], self.sin[batch.positions]) if self.position_table is None else None
+        for n, layer in enumerate(self.layers):
+            query = self._project(layer.attention_norm(x) if norm_first else x, layer, self.pool[n], batch, turn)
+            written(n)
+            if n == len(self.layers) - 1 and not len(batch.outputs):
+                return x[:0]
+            attended = self._attend(query, self.pool[n], batch)
+            if n == len(self.layers) - 1 and len(batch.outputs) < len(x):
+                attended, x = attended[batch.outputs], x[batch.outputs]  # nothing reads the other rows any more
+            x = layer.out(attended).add_(x)
+            if not norm_first:
+                x = layer.attention_norm(x)
+            fed = layer.feed_norm(x) if norm_first else x
+            x = layer.down(self.activate(layer.up(fed))).add_(x)
+            if not norm_first:
+                x = layer.feed_norm(x)
+        if self.final_norm:
+            x = self.final_norm(x)
+        return self.project_out(x) if self.project_out else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, width] -> [rows, vocab] in float32; columns of padding ids are cut off."""
+        return self.head(hidden)[:, : self.spec.vocab].float()
+
+    def _embed(self, batch: Batch) -> Tensor:
+        x = functional.embedding(batch.ids, self.embedding)
+        if self.project_in:
+            x = self.project_in(x)
+        if self.position_table is not None:
+            x = x + functional.embedding(batch.positions, self.position_table)
+        return x
+
+    def _project(
+        self, x: Tensor, layer: Layer, pool: Tensor, batch: Batch, turn: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Scaled queries [rows, heads, head_dim]; keys and values go to the pool."""
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, self.spec.head_dim)
+        if turn is not None:
+            self.ops.rope_(qkv[:, : heads + kv_heads], *turn)
+        self.ops.write_kv(pool, batch.kv_rows, qkv[:, heads:])
+        return qkv[:, :heads] * self.scale
+
+    def _attend(self, query: Tensor, pool: Tensor, batch: Batch) -> Tensor:
+        """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
+        out = torch.empty_like(query)
+        for group in batch.groups:
+            self.attention.decode(query, pool, group, out)
+        for chunk in batch.chunks:
+            self.attention.chunk(query, pool, chunk, out)
+        return out.view(len(query), -1)
+
+    def _layer(self, weights: LayerWeights) -> Layer:
+        return Layer(
+            attention_norm=self._norm(weights.attention_norm),
+            qkv=self._linear(weights.qkv),
+            out=self._linear(weights.out),
+            feed_norm=self._norm(weights.feed_norm),
+            up=self._linear(weights.up),
+            down=self._linear(weights.down),
+        )
+
+    def _linear(self, affine: Affine) -> Linear:
+        assert affine.weight is not None
+        bias = None if affine.bias is None else affine.bias.to(self.dtype)
+        return self.ops.linear(affine.weight.to(self.dtype), bias)
+
+    def _norm(self, affine: Affine) -> Callable[[Tensor], Tensor]:
+        weight = None if affine.weight is None else affine.weight.to(self.dtype)
+        bias = None if affine.bias is None else affine.bias.to(self.dtype)
+        eps = self.spec.norm_eps
+        if self.spec.norm == "layer":
+            return lambda x: self.ops.layer_norm(x, weight, bias, eps)
+        assert weight is not None
+        return lambda x: self.ops.rms_norm(x, weight, eps)

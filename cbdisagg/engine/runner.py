@@ -1,0 +1,97 @@
+"""Runs plans on a torch model: the engine's `Runner`.
+
+Knows slots, the decoder and the sampler, and in which order a plan is applied; not why a slice is as it is. A drawn id
+joins its slot's ids at once, so the next plan may name it before the host has seen it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cbdisagg.engine.base import PushLayer
+from cbdisagg.engine.batch import Batch, make_batch
+from cbdisagg.engine.logprobs import logprobs
+from cbdisagg.engine.model import Decoder
+from cbdisagg.engine.slots import Slots
+from cbdisagg.messages import Logprobs, Sampled, Slice, StepPlan, StepResult
+
+SCORE_ROWS = 64
+"""Prompt rows whose logits exist at once: 64 rows of 49,152 float32 logits are 12 MB."""
+NOTHING = Sampled(())
+
+
+class TorchRunner:
+    """Call `run` from one thread. The pool that the decoder writes belongs to the caller."""
+
+    def __init__(self, decoder: Decoder, max_len: int) -> None:
+        self.decoder = decoder
+        self.slots = Slots(max_len, page_size=decoder.pool.shape[4], vocab=decoder.spec.vocab)
+
+    @property
+    def layers(self) -> int:
+        return self.decoder.spec.layers
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, push: PushLayer) -> StepResult:
+        """See `Runner`. Raises ValueError or KeyError for a plan that its slots cannot serve: a bug of the planner."""
+        started = time.perf_counter()
+        for slot in plan.release:
+            self.slots.release(slot)
+        for admit in plan.admit:
+            self.slots.admit(admit)
+        for slot, pages in plan.grow:
+            self.slots.grow(slot, pages)
+        sampled = self._compute(plan.slices, push) if plan.slices else ()
+        return StepResult(plan.number, sampled, time.perf_counter() - started)
+
+    def _compute(self, slices: Sequence[Slice], push: PushLayer) -> tuple[Sampled, ...]:
+        decoder, ops = self.decoder, self.decoder.ops
+        batch = make_batch(slices, self.slots, decoder.attention, ops.kv_rows, decoder.spec.kv_heads)
+        pushes = [part.push for part in slices if part.push is not None]
+
+        def written(layer: int) -> None:
+            for each in pushes:
+                push(layer, each)
+
+        hidden = decoder.forward(batch, written)
+        results = dict.fromkeys(range(len(slices)), NOTHING)
+        for n, first, count in batch.scores:
+            scores = self._score(slices[n], hidden[first : first + count])
+            results[n] = Sampled((), prompt_logprobs=scores)
+        for n, drawn in self._draw(batch, slices, hidden):
+            results[n] = Sampled(drawn.ids, drawn.logprobs, results[n].prompt_logprobs)
+        return tuple(results.values())
+
+    def _draw(self, batch: Batch, slices: Sequence[Slice], hidden: Tensor) -> list[tuple[int, Sampled]]:
+        """(number of the slice, what it drew), after each drawn id has joined its slot."""
+        if not batch.draws:
+            return []
+        drawn = []
+        for n, row in zip(batch.draws, self._logits(hidden[: len(batch.draws)]), strict=True):
+            slot = slices[n].slot
+            held = self.slots[slot]
+            token = held.drawer.draw(row, held.length)
+            self.slots.append(slot, token)
+            alternatives = held.sampling.logprobs
+            told = () if alternatives < 0 else (logprobs(row, token, alternatives),)
+            drawn.append((n, Sampled((token,), told)))
+        return drawn
+
+    def _score(self, part: Slice, hidden: Tensor) -> tuple[Logprobs, ...]:
+        """Log probabilities of the tokens after the slice's first `len(hidden)` ones."""
+        alternatives = max(0, self.slots[part.slot].sampling.prompt_logprobs)
+        targets = self.slots.ids[part.slot, part.start + 1 :]
+        scores: list[Logprobs] = []
+        for first in range(0, len(hidden), SCORE_ROWS):
+            for row in self._logits(hidden[first : first + SCORE_ROWS]):
+                scores.append(logprobs(row, int(targets[len(scores)]), alternatives))
+        return tuple(scores)
+
+    def _logits(self, hidden: Tensor) -> NDArray[np.float32]:
+        return self.decoder.logits(hidden).numpy()

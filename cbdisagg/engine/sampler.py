@@ -1,0 +1,132 @@
+"""How one sequence draws its next token from the model's logits.
+
+Knows `Sampling` and the ids that the sequence has so far; nothing of batches, so no row can depend on its neighbours.
+The order is vLLM's: bias, penalties, the ban on end ids before `min_tokens`, temperature, min_p, top_k, top_p; each
+filter sees what the one before it has left. Filters are thresholds: ids that tie with the last one kept are kept too.
+The draw is the inverse of the cumulative distribution, in id order, at one uniform number of (seed, choice, position).
+
+In numpy, in one thread: for rows of this size faster than torch on a CPU (argmax: 4 us against 42 for 49,152 ids), and
+the same bits whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cbdisagg.engine.philox import uniform
+from cbdisagg.messages import Sampling
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int32]
+
+NEAR = 8.0
+"""Nats below the best within which thresholds are looked for first: few ids lie there, so sorting them is cheap."""
+BLOCK = 256
+"""Ids whose weights are summed as one when the cumulative distribution is searched."""
+
+
+class Drawer:
+    """Made when a sequence is admitted; `draw` and `observe` alternate. `prompt`, `output`: its ids so far."""
+
+    def __init__(self, sampling: Sampling, prompt: Ids, output: Ids, vocab: int) -> None:
+        self.sampling = sampling
+        self.prompt_length = len(prompt)
+        self.end_ids = np.array([n for n in sampling.end_ids if 0 <= n < vocab], np.intp)
+        self.bias_ids = np.fromiter(sampling.logit_bias.keys(), np.intp, len(sampling.logit_bias))
+        self.bias = np.fromiter(sampling.logit_bias.values(), np.float32, len(sampling.logit_bias))
+        self.repeats = sampling.repetition_penalty != 1.0
+        self.counts_output = sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        if self.repeats or self.counts_output:
+            self.seen = np.bincount(prompt, minlength=vocab).astype(bool)
+            self.counts = np.bincount(output, minlength=vocab).astype(np.float32)
+
+    def observe(self, token: int) -> None:
+        """The sequence goes on with `token`."""
+        if self.repeats or self.counts_output:
+            self.counts[token] += 1
+
+    def draw(self, logits: Floats, position: int) -> int:
+        """The id at `position` of prompt + output. `logits` [vocab] are left as they are."""
+        adjusted = self._adjust(logits, position)
+        if self.sampling.temperature == 0.0:
+            return int(adjusted.argmax())  # the first of equals: the lowest id
+        scaled = (adjusted - adjusted.max()) / np.float32(self.sampling.temperature)
+        u = uniform(self.sampling.seed, self.sampling.choice, position)
+        floor = threshold(scaled, self.sampling.top_k, self.sampling.top_p, self.sampling.min_p)
+        if floor == -math.inf:
+            return inverse_cdf(np.exp(scaled), u)
+        kept = np.flatnonzero(scaled >= floor)
+        return int(kept[inverse_cdf(np.exp(scaled[kept]), u)])
+
+    def _adjust(self, logits: Floats, position: int) -> Floats:
+        """Bias, penalties and the ban on end ids; `logits` itself if none applies."""
+        sampling = self.sampling
+        banned = len(self.end_ids) > 0 and position - self.prompt_length < sampling.min_tokens
+        if not (banned or len(self.bias_ids) or self.repeats or self.counts_output):
+            return logits
+        adjusted = logits.copy()
+        adjusted[self.bias_ids] += self.bias
+        if self.repeats:
+            seen = np.flatnonzero(self.seen | (self.counts > 0))
+            values = adjusted[seen]
+            penalty = np.float32(sampling.repetition_penalty)
+            # Keskar et al. 2019 divide; a negative logit has to be multiplied to become less likely too.
+            adjusted[seen] = np.where(values > 0, values / penalty, values * penalty)
+        if self.counts_output:
+            adjusted -= np.float32(sampling.frequency_penalty) * self.counts
+            adjusted -= np.float32(sampling.presence_penalty) * (self.counts > 0)
+        if banned:
+            adjusted[self.end_ids] = -np.inf
+        return adjusted
+
+
+def threshold(scaled: Floats, top_k: int, top_p: float, min_p: float) -> float:
+    """The lowest logit that may be drawn, -inf for all. `scaled` [vocab]: logits over temperature, the best is 0.
+
+    Only ids within NEAR of the best are sorted; all of them, where the filters reach further down.
+    """
+    floor = math.log(min_p) if min_p > 0.0 else -math.inf
+    limit = top_k if 0 < top_k < len(scaled) else 0
+    if not limit and top_p >= 1.0:
+        return floor
+
+    near = _descending(scaled, max(floor, -NEAR))
+    if len(near) < limit and floor < -NEAR:
+        near = _descending(scaled, floor)
+    if limit and len(near) > limit:
+        floor = float(near[limit - 1])
+        near = near[near >= floor]
+    if top_p >= 1.0:
+        return floor
+
+    wanted = top_p * _mass(scaled[scaled >= floor])
+    cumulative = np.exp(near).cumsum(dtype=np.float64)
+    if cumulative[-1] < wanted and floor < -NEAR:
+        near = _descending(scaled, floor)
+        cumulative = np.exp(near).cumsum(dtype=np.float64)
+    last = min(int(cumulative.searchsorted(wanted)), len(near) - 1)
+    return float(near[last])
+
+
+def inverse_cdf(weights: Floats, u: float) -> int:
+    """The first index at which the running sum of `weights`, in float64, exceeds u times the whole."""
+    starts = np.arange(0, len(weights), BLOCK)
+    sums = np.add.reduceat(weights.astype(np.float64), starts).cumsum()
+    aim = min(u * sums[-1], np.nextafter(sums[-1], 0.0))
+    block = int(sums.searchsorted(aim, side="right"))
+    before = sums[block - 1] if block else 0.0
+    inner = weights[block * BLOCK : (block + 1) * BLOCK].cumsum(dtype=np.float64)
+    # Summed in another order than `sums`, so the last bit may differ: stay inside the block.
+    within = min(int(inner.searchsorted(aim - before, side="right")), int(np.flatnonzero(inner == inner[-1])[0]))
+    return block * BLOCK + within
+
+
+def _descending(scaled: Floats, floor: float) -> Floats:
+    return np.sort(scaled[scaled >= floor])[::-1]
+
+
+def _mass(scaled: Floats) -> float:
+    return float(np.exp(scaled).sum(dtype=np.float64))

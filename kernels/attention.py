@@ -1,0 +1,151 @@
+"""Attention over the paged pool, for sequences that add one token and for chunks of a prompt. The torch form.
+
+Knows one layer of the pool, `[page, K|V, kv_head, slot, head_dim]`, and page numbers; not sequences or requests. What
+is the same in every layer (indices, masks) is planned once a step. The new tokens' keys and values are in the pool
+already.
+
+Three things make it fast on a CPU. Pages are gathered by `index_select` of whole (page, K|V, head) planes, which lands
+each head's keys as one matrix; advanced indexing copies element by element and takes 25 times as long. The query heads
+that share a KV head are folded into the rows of one matrix product. The gathered copy is kept small enough for the
+cache.
+
+The slots behind a sequence's last token hold whatever was there before: their scores become -inf, so they weigh 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+GATHER_BYTES = 8 << 20
+"""Gathered keys and values of one group of decoding sequences: what a last-level cache holds beside the weights."""
+WASTED_PAGES = 32
+"""A group is cut when padding to its longest sequence would gather more pages than this: another costs as much."""
+BLOCK_ROWS = 128
+"""Rows of a prompt that are attended at once: more compute scores above the diagonal for nothing, fewer cost calls."""
+SCORE_BYTES = 8 << 20
+"""Upper bound for one block's scores, which shortens blocks when the past is long."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Rows [first, first + count) of the step's tokens, each the newest token of one sequence."""
+
+    first: int
+    count: int
+    keys: int  # slots gathered for each, padded to the longest
+    planes: Tensor  # int32 [2 * count * kv_heads * pages]: (page, K|V, head) planes in the order K|V, row, head, page
+    mask: Tensor  # [count, 1, keys]: 0 where there is a token, else -inf
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows [first, first + count) of the step's tokens: tokens [start, start + count) of one sequence."""
+
+    first: int
+    count: int
+    start: int
+    planes: Tensor  # int32 [2 * kv_heads * pages]
+
+
+class Attention(Protocol):
+    """`plan_*` once a step, `decode` and `chunk` once a layer. Queries are [rows, heads, head_dim], already scaled."""
+
+    def plan_decode(self, first: int, pages: Tensor, lengths: Sequence[int]) -> list[DecodeGroup]: ...
+    def plan_chunk(self, first: int, count: int, start: int, pages: Tensor) -> Chunk: ...
+    def decode(self, query: Tensor, layer: Tensor, group: DecodeGroup, out: Tensor) -> None: ...
+    def chunk(self, query: Tensor, layer: Tensor, chunk: Chunk, out: Tensor) -> None: ...
+
+
+class TorchAttention:
+    """`Attention` in plain torch operators. Owns the memory that pages are gathered into, so it serves one thread."""
+
+    def __init__(self, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
+        self.kv_heads, self.page_size, self.head_dim, self.dtype = kv_heads, page_size, head_dim, dtype
+        self.plane_elements = page_size * head_dim
+        self.page_bytes = 2 * kv_heads * self.plane_elements * dtype.itemsize
+        self.gathered = torch.empty(0, dtype=dtype)
+        self.causal = torch.full((BLOCK_ROWS, BLOCK_ROWS), -torch.inf, dtype=dtype).triu_(1)
+
+    def plan_decode(self, first: int, pages: Tensor, lengths: Sequence[int]) -> list[DecodeGroup]:
+        """Cut sequences into groups of similar length.
+
+        `pages` int32 [sequences, most pages], every entry a page of the pool; `lengths` in tokens, ascending, with the
+        new token counted.
+        """
+        counts = [-(-length // self.page_size) for length in lengths]
+        groups, begin = [], 0
+        for end in _cuts(counts, max_pages=max(1, GATHER_BYTES // self.page_bytes)):
+            groups.append(self._group(first + begin, pages[begin:end, : counts[end - 1]], lengths[begin:end]))
+            begin = end
+        return groups
+
+    def _group(self, first: int, pages: Tensor, lengths: Sequence[int]) -> DecodeGroup:
+        count, keys = pages.shape[0], pages.shape[1] * self.page_size
+        behind = torch.arange(keys)[None, :] >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(count, keys, dtype=self.dtype).masked_fill_(behind, -torch.inf)
+        return DecodeGroup(first, count, keys, self._planes(pages), mask[:, None])
+
+    def plan_chunk(self, first: int, count: int, start: int, pages: Tensor) -> Chunk:
+        """`pages` int32 [pages]: those of tokens [0, start + count), in order."""
+        return Chunk(first, count, start, self._planes(pages[None]))
+
+    def _planes(self, pages: Tensor) -> Tensor:
+        """[sequences, pages] -> flat (page, K|V, head) plane numbers in the order K|V, sequence, head, page."""
+        heads = torch.arange(self.kv_heads, dtype=torch.int32)
+        keys = pages[:, None, :] * (2 * self.kv_heads) + heads[None, :, None]
+        return torch.stack((keys, keys + self.kv_heads)).view(-1)
+
+    def _gather(self, layer: Tensor, planes: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [sequences * kv_heads, keys, head_dim]. Overwritten by the next call."""
+        needed = planes.numel() * self.plane_elements
+        if self.gathered.numel() < needed:
+            self.gathered = torch.empty(needed, dtype=self.dtype)
+        target = self.gathered[:needed].view(-1, self.plane_elements)
+        torch.index_select(layer.view(-1, self.plane_elements), 0, planes, out=target)
+        keys, values = target.view(2, sequences * self.kv_heads, -1, self.head_dim).unbind(0)
+        return keys, values
+
+    def decode(self, query: Tensor, layer: Tensor, group: DecodeGroup, out: Tensor) -> None:
+        """Fill the group's rows of `out` [rows, heads, head_dim]."""
+        rows = slice(group.first, group.first + group.count)
+        keys, values = self._gather(layer, group.planes, group.count)
+        folded = (group.count * self.kv_heads, -1, self.head_dim)
+        scores = torch.bmm(query[rows].view(folded), keys.transpose(1, 2))
+        scores.view(group.count, -1, group.keys).add_(group.mask)
+        torch.bmm(scores.softmax(-1), values, out=out[rows].view(folded))
+
+    def chunk(self, query: Tensor, layer: Tensor, chunk: Chunk, out: Tensor) -> None:
+        """Fill the chunk's rows of `out`: each row sees all keys up to its own."""
+        keys, values = self._gather(layer, chunk.planes, 1)
+        heads = query.shape[1]
+        seen = chunk.start + chunk.count
+        block = max(1, min(BLOCK_ROWS, SCORE_BYTES // (heads * seen * self.dtype.itemsize)))
+        for begin in range(0, chunk.count, block):
+            count = min(block, chunk.count - begin)
+            rows = slice(chunk.first + begin, chunk.first + begin + count)
+            until = chunk.start + begin + count
+            scores = torch.bmm(self._fold(query[rows]), keys[:, :until].transpose(1, 2))
+            scores.view(heads, count, until)[..., until - count :].add_(self.causal[:count, :count])
+            attended = torch.bmm(scores.softmax(-1), values[:, :until])
+            out[rows].copy_(attended.view(heads, count, self.head_dim).transpose(0, 1))
+
+    def _fold(self, query: Tensor) -> Tensor:
+        """[rows, heads, head_dim] -> [kv_heads, heads per group * rows, head_dim]."""
+        return query.transpose(0, 1).reshape(self.kv_heads, -1, self.head_dim)
+
+
+def _cuts(counts: Sequence[int], max_pages: int) -> list[int]:
+    """Where groups end, for ascending page `counts`: max_pages gathered at most, WASTED_PAGES of padding at most."""
+    ends, begin, total = [], 0, 0
+    for n, count in enumerate(counts):
+        gathered = (n + 1 - begin) * count
+        if n > begin and (gathered > max_pages or gathered - total - count > WASTED_PAGES):
+            ends.append(n)
+            begin, total = n, 0
+        total += count
+    return [*ends, len(counts)] if counts else []
