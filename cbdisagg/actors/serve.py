@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import os
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -24,11 +22,12 @@ import uvloop
 from cbdisagg.actors.launch import ServiceFailed, Supervisor
 from cbdisagg.actors.life import set_up_logging, watch_pipe
 from cbdisagg.actors.placement import Spot, place_workers
+from cbdisagg.actors.ports import listen
 from cbdisagg.actors.report import Facts, Running, ready_text
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.start import write_config
 from cbdisagg.actors.status import Status
-from cbdisagg.config import Config, ConfigError, Http
+from cbdisagg.config import Config, Http
 from cbdisagg.messages import Address
 from cbdisagg.prepare import prepare_model, served_name
 
@@ -41,7 +40,7 @@ def serve(config: Config, client: Address | None = None) -> None:
     began = time.monotonic()
     set_up_logging("supervisor")
     if client is None:
-        check_port(config.http)
+        listen(config.http).close()  # the commonest reason for a start to fail is known before the model is read
     sweep()
     status = Status()
     try:
@@ -56,22 +55,6 @@ def serve(config: Config, client: Address | None = None) -> None:
             folder.remove()
     finally:
         status.close()
-
-
-def check_port(http: Http) -> None:
-    """Raises ConfigError if the HTTP port cannot be had now, which is the commonest reason for a start to fail."""
-    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((http.host, http.port))
-        except OSError as error:
-            raise ConfigError(port_refused(http, error)) from error
-
-
-def port_refused(http: Http, error: OSError) -> str:
-    reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror or error})"
-    return f"port {http.port} on {http.host} {reason}; choose another with --port, or another address with --host"
 
 
 async def _supervise(

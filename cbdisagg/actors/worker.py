@@ -69,11 +69,11 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     folder, dtype, page_size = Path(start.model), config.model.dtype, config.kv.page_size
     model = describe(folder, dtype)
     page_bytes = model.page_bytes(page_size)
-    pages, max_len = size_pool(config.kv, config.model.max_len, model.context_length, model.layers * page_bytes)
+    pages, max_len = size_pool(config.kv, config.model.max_len, model.context, model.layers * page_bytes)
     pool = create_pool(me, model.layers, pages, page_bytes)
     progress("loading weights", 0.2)
-    runner = build_runner(folder, dtype, pool, page_size, max_len, start.threads)
-    fingerprint = f"{model.fingerprint}/page{page_size}/protocol{PROTOCOL_VERSION}"
+    runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads)
+    fingerprint = f"{model.fingerprint} page {page_size} protocol {PROTOCOL_VERSION}"
     return Loaded(runner, pool, fingerprint, max_len)
 
 
