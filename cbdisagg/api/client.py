@@ -43,7 +43,7 @@ from cbdisagg.messages import (
 __all__ = ["Client", "RequestRejected", "Stream", "StreamFailed", "Update"]
 
 MAX_DEATHS = 3
-"""A stream that has lost so many workers without a token in between fails: the request itself may be what kills them."""
+"""A stream fails when it loses more workers than these without a token in between: it may be what kills them."""
 
 
 class Client:

@@ -55,8 +55,8 @@ class Update:
 class Stream:
     """Iterate to read; raises RequestRejected or StreamFailed. One reader at a time.
 
-    `output` holds all tokens received, read or not. `worker` is who has accepted the current submission, `heard` whether
-    anybody has; `parked` says that it waits to be submitted again; `deaths` counts workers lost since the last token.
+    `output` holds all tokens received, read or not. `worker` has accepted the current submission; `heard` says that an
+    answer to it has come, `parked` that it waits to be submitted; `deaths` counts workers lost since the last token.
     """
 
     def __init__(self, request: Generate, born: float, cancel: Callable[[Stream, CancelReason], None]) -> None:
@@ -179,5 +179,4 @@ class Stream:
 
 def _without(run: TokenRun, first: int) -> TokenRun:
     """The run without its first tokens."""
-    kept = slice(min(first, len(run.ids)), None)
-    return replace(run, index=run.index + len(run.ids[:first]), ids=run.ids[kept], logprobs=run.logprobs[kept])
+    return replace(run, ids=run.ids[first:], logprobs=run.logprobs[first:])
