@@ -18,7 +18,6 @@ SECONDS=0
 step "format" ruff format --check .
 step "lint" ruff check .
 step "types" mypy
-step "layers" lint-imports
 step "tests" python -m pytest -m "not slow and not gpu" "$@"
 
 if ((${#failed[@]})); then
