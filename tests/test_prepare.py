@@ -36,6 +36,7 @@ BYTES = [chr(n) for n in (*range(33, 127), *range(161, 173), *range(174, 256), *
 SPACED = "Ġ"
 BPE_TOKENS = ["<|endoftext|>", "<|begin|>", "<|end|>", *BYTES, "12", f"{SPACED}a", "ab"]
 BPE_MERGES = ["1 2", f"{SPACED} a", "a b"]
+USERS_CACHE = os.environ.get("CBDISAGG_CACHE")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}"
 
 
@@ -714,7 +715,10 @@ def test_the_name_that_clients_use(model: Model, name: str) -> None:
 @pytest.fixture
 def real_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The user's own cache: 270 MB are not made for each run."""
-    monkeypatch.delenv("CBDISAGG_CACHE")
+    if USERS_CACHE is None:
+        monkeypatch.delenv("CBDISAGG_CACHE")
+    else:
+        monkeypatch.setenv("CBDISAGG_CACHE", USERS_CACHE)
 
 
 @pytest.mark.e2e
