@@ -1,0 +1,123 @@
+"""What travels on a data socket: boxes of KV and trial messages, and how a push is gathered into boxes.
+
+Knows the layout of a message; no sockets, no threads. Each message has two frames: a header (`Box` or `Trial`,
+msgpack) and raw bytes. A box is self-contained: [layers][pages][page_bytes], with the receiver's page numbers, so
+boxes can be checked and placed one by one, in any order. Boxes of 1 to 4 MiB are where sockets are fastest: small
+layers are gathered until they fill one, large ones are split by pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from cbdisagg.messages import AttemptId, Push, pack
+from cbdisagg.transfer.runs import Run, copy_runs, merge_runs
+
+BOX_BYTES = 1 << 20
+"""Layers are gathered until a box holds this much."""
+BOX_MAX_BYTES = 4 << 20
+"""A layer of more than this is split."""
+
+
+class Box(Struct, frozen=True, array_like=True, tag=True):
+    """KV of `layers` layers from `layer` on, for the receiver's `pages` (int32 bytes) in each of them."""
+
+    sender: int
+    addressee: int
+    attempt: AttemptId
+    layer: int
+    layers: int
+    pages: bytes
+
+
+class Trial(Struct, frozen=True, array_like=True, tag=True):
+    """Message `number` of `count` in round `round` of `rounds` of a sender's self-test."""
+
+    sender: int
+    addressee: int
+    round: int
+    rounds: int
+    number: int
+    count: int
+
+
+Header: TypeAlias = Box | Trial
+Message: TypeAlias = tuple[Header, NDArray[np.uint8]]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Header)
+
+
+def encode_header(header: Header) -> bytes:
+    return _encoder.encode(header)
+
+
+def decode_header(data: bytes | memoryview) -> Header:
+    """Raises msgspec.DecodeError on anything that is not a header."""
+    return _decoder.decode(data)
+
+
+class Gatherer:
+    """Copies one push out of the pool, layer by layer, into boxes. What it yields is private: the pages are free
+    again.
+    """
+
+    def __init__(self, sender: int, push: Push, pool: NDArray[np.uint8]) -> None:
+        """`pool` has shape [layers, pages, page_bytes]."""
+        self._sender, self._push, self._pool = sender, push, pool
+        page_bytes = pool.shape[2]
+        pages_per_box = max(1, BOX_MAX_BYTES // page_bytes)
+        self._parts = [
+            _Part(push.source[n : n + pages_per_box], push.target[n : n + pages_per_box])
+            for n in range(0, len(push.source), pages_per_box)
+        ]
+        self._layers_per_box = max(1, -(-BOX_BYTES // max(1, len(push.source) * page_bytes)))
+        self._box: NDArray[np.uint8] | None = None
+        self._first, self._filled = 0, 0
+
+    def add(self, layer: int) -> Iterator[Message]:
+        """Gather one layer; yields the boxes that it completes."""
+        if len(self._parts) > 1:
+            for part in self._parts:
+                yield self._gather_alone(layer, part)
+            return
+        if self._filled and layer != self._first + self._filled:  # a box holds neighbouring layers
+            yield from self.rest()
+        for part in self._parts:
+            if self._box is None:
+                layers = min(self._layers_per_box, self._pool.shape[0] - layer)
+                self._box = np.empty((layers, len(self._push.source), self._pool.shape[2]), np.uint8)
+                self._first = layer
+            copy_runs(part.runs, self._pool[layer], self._box[self._filled])
+            self._filled += 1
+            if self._filled == len(self._box):
+                yield from self.rest()
+
+    def rest(self) -> Iterator[Message]:
+        """The box that is not full."""
+        if self._box is not None:
+            yield self._header(self._first, self._filled, self._parts[0].target), self._box[: self._filled]
+            self._box, self._filled = None, 0
+
+    def _gather_alone(self, layer: int, part: _Part) -> Message:
+        box = np.empty((1, part.count, self._pool.shape[2]), np.uint8)
+        copy_runs(part.runs, self._pool[layer], box[0])
+        return self._header(layer, 1, part.target), box
+
+    def _header(self, layer: int, layers: int, target: bytes) -> Box:
+        return Box(self._sender, self._push.to.incarnation, self._push.attempt, layer, layers, target)
+
+
+class _Part:
+    """Some of a push's pages: where they lie, as runs, and where the receiver wants them."""
+
+    def __init__(self, source: tuple[int, ...], target: tuple[int, ...]) -> None:
+        self.count = len(source)
+        self.runs: list[Run] = merge_runs(source, range(len(source)))
+        self.target = pack(target)
