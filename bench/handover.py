@@ -1,0 +1,137 @@
+"""What a hand-over costs: TTFT of one prefill + one decode worker against one worker that does both, unloaded.
+
+Starts both services on this machine, each worker with the same number of threads, and asks them in turn, so that a
+change of the machine's speed meets both. Every prompt is new: nothing is cached. The first token of the pair comes from
+the prefill worker by way of the decode worker, so the difference of the medians is the hand-over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+import aiohttp
+import typer
+from cbdisagg_bench.load import Ask, Client, workload
+from rich.console import Console
+from rich.progress import Progress
+
+START_S = 180.0
+MODEL = "bench"
+
+PAIR = """
+[[workers]]
+role = "prefill"
+threads = {threads}
+[[workers]]
+role = "decode"
+threads = {threads}
+[policy]
+mode = "disaggregate"
+"""
+SINGLE = """
+[[workers]]
+role = "any"
+threads = {threads}
+"""
+
+
+@asynccontextmanager
+async def service(name: str, settings: str, dtype: str) -> AsyncIterator[str]:
+    """A running service; its base address. Port 0 is not asked for: the printed address is read."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / f"{name}.toml"
+        config.write_text(settings)
+        port = _free_port()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "cbdisagg", "serve", "--config", str(config), "--port", str(port)),
+            *("--set", f"model.dtype={dtype}", "--set", f"model.served_name={MODEL}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            yield await asyncio.wait_for(_address(name, process), START_S)
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+
+
+async def _address(name: str, process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        found = re.search(rb"http://\S+/v1", line)
+        if found:
+            return found.group().decode().removesuffix("/v1")
+    raise typer.BadParameter(f"the service {name} ended before it was ready")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _ttft(session: aiohttp.ClientSession, url: str, ask: Ask) -> float:
+    begin = time.perf_counter()
+    answer = await Client(session, url, MODEL, begin).ask(ask)
+    if answer.error:
+        raise typer.BadParameter(f"{url}: {answer.error}")
+    return answer.times[0]
+
+
+async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, seed: int) -> dict[str, list[float]]:
+    """TTFT in seconds, by service, in the order in which they were asked."""
+    asks = workload(2 * (repeat + 3), prompt_tokens, 4, False, 0.0, 49_000, seed)
+    times: dict[str, list[float]] = {"1P1D": [], "single": []}
+    async with (
+        service("pair", PAIR.format(threads=threads), dtype) as pair,
+        service("single", SINGLE.format(threads=threads), dtype) as single,
+        aiohttp.ClientSession() as session,
+    ):
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("prompts", total=len(asks))
+            for n, ask in enumerate(asks):
+                name, url = (("1P1D", pair), ("single", single))[n % 2]
+                seconds = await _ttft(session, url, ask)
+                if n >= 6:  # the first of each warm up
+                    times[name].append(seconds)
+                progress.advance(task)
+    return times
+
+
+def handover(
+    repeat: Annotated[int, typer.Option(help="Prompts for each service.")] = 50,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 512,
+    threads: Annotated[int, typer.Option(help="Threads of each worker.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Time the hand-over from a prefill to a decode worker.
+
+    Example: cbdisagg bench handover --repeat 50 --prompt-tokens 512
+    """
+    times = asyncio.run(measure(repeat, prompt_tokens, threads, dtype, seed))
+    medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    quartiles = {name: [1e3 * q for q in statistics.quantiles(values, n=4)] for name, values in times.items()}
+    cost = medians["1P1D"] - medians["single"]
+    if as_json:
+        setting = {"repeat": repeat, "prompt_tokens": prompt_tokens, "threads": threads, "dtype": dtype, "seed": seed}
+        print(json.dumps({"ttft_ms": medians, "quartiles_ms": quartiles, "handover_ms": cost} | setting, indent=1))
+        return
+    for name, median in medians.items():
+        low, _, high = quartiles[name]
+        print(f"{name:7s} TTFT {median:7.1f} ms  (quartiles {low:.1f} .. {high:.1f}, n = {repeat})")
+    print(f"hand-over of {prompt_tokens} tokens: {cost:+.2f} ms (difference of the medians)")
