@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from cbdisagg.config import EMBEDDED_MODEL, Model, ModelError
+from cbdisagg.engine.weight_files import weight_files
 from cbdisagg.load import cache_folder, environment
 from cbdisagg.validate import show
 
@@ -115,21 +116,7 @@ def check_folder(folder: Path) -> None:
             f"{folder}: tokenizer.json is missing; save the tokenizer with AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(...) to have it written"
         )
-    index = folder / "model.safetensors.index.json"
-    wanted = ["model.safetensors"]
-    if index.is_file():
-        try:
-            wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise ModelError(f"{index}: is not an index of safetensors files") from None
-    missing = [name for name in wanted if not (folder / str(name)).is_file()]
-    pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-    if missing and pickled and not index.is_file():
-        raise ModelError(
-            f"{folder}: {pickled[0]} is a pickle, which can run code when it is read; save the weights as safetensors"
-        )
-    if missing:
-        raise ModelError(f"{folder}: {missing[0]} is missing")
+    weight_files(folder)
 
 
 # ------------------------------------------------------------------------------------------------------ sources

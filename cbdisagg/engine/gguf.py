@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from cbdisagg.config import ModelError
 from cbdisagg.engine.gguf_tokenizer import write_tokenizer
-from cbdisagg.engine.weights import INDEX, SINGLE
+from cbdisagg.engine.weight_files import INDEX, SINGLE
 
 Progress: TypeAlias = Callable[[str, float], None]
 Json: TypeAlias = dict[str, Any]
