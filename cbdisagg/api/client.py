@@ -69,6 +69,7 @@ class Client:
         self._model, self._page_size = model, page_size
         self._streams: dict[RequestId, Stream] = {}
         self._count = 0
+        self._closed_because = ""
         self._leader: Address | None = None
         self._followed = 0  # the term in which the coordinator is known to know us
         self._stats_term = 0
@@ -124,6 +125,9 @@ class Client:
         )
         self._count += 1
         stream = Stream(request, self._now(), self._cancel)
+        if self._closed_because:
+            stream.fail(StreamFailed(self._closed_because))
+            return stream
         if self._followed == 0:
             stream.fail(RequestRejected(503, self.not_ready_reason, 1.0))
             return stream
@@ -135,7 +139,8 @@ class Client:
         return stream
 
     def close(self, message: str) -> None:
-        """End all streams: their readers get StreamFailed(message), their workers a Cancel."""
+        """End all streams, and those to come: their readers get StreamFailed(message), their workers a Cancel."""
+        self._closed_because = message
         for stream in list(self._streams.values()):
             self._end_at_worker(stream, "error")
             self._fail(stream, StreamFailed(message))

@@ -222,7 +222,7 @@ def test_close_ends_all_streams() -> None:
     running, waiting = h.submit(accepted_by=D1), h.submit()
     h.client.close("the service has ended")
     assert [to for to, _ in h.told] == [D1, COORDINATOR]
-    for stream in (running, waiting):
+    for stream in (running, waiting, h.submit()):
         with pytest.raises(StreamFailed, match="has ended"):
             ready(stream)
 
