@@ -107,7 +107,7 @@ def _check_names(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> 
 def _wrong_type(text: str, data: bytes) -> ApiError:
     """msgspec's words, with the field in front and the value behind."""
     place = _PATH.search(text)
-    path = place[1] if place else ""
+    path = place[1].removesuffix("[...]") if place else ""
     reason = text[: place.start()] if place else text
     reason = reason[0].lower() + reason[1:].replace(" | null", "").replace("`", "")
     missing = re.search(r"missing required field (\w+)", reason)

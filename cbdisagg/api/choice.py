@@ -6,6 +6,7 @@ Life cycle: `take` each update of the stream until `finish_reason` is set; `leav
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cbdisagg.api.client import Stream, StreamFailed, Update
@@ -28,7 +29,7 @@ class Piece:
 
 
 class Choice:
-    """`index` is its place in the answer. With `keep` false its token only serves to score the prompt: it is not shown."""
+    """`index` is its place in the answer. With `keep` false its token is not shown: it only scores the prompt."""
 
     def __init__(
         self,
@@ -78,38 +79,42 @@ class Choice:
             raise RuntimeError("this choice has not ended")
         return self.finish_reason
 
-    def take(self, update: Update, *, coalesce: bool) -> list[Piece]:
-        """The pieces of an update, in order; one for each token unless `coalesce`. Raises StreamFailed."""
+    def take(self, update: Update, *, coalesce: bool) -> Iterable[Piece]:
+        """The pieces of an update, in order; one for each token unless `coalesce`. Raises StreamFailed.
+
+        Without `coalesce`, counts and the end are as of each piece while it is looked at.
+        """
         if update.prompt_logprobs:
             self.prompt_logprobs = update.prompt_logprobs
-        pieces = self._feed(update) if self.keep else []
-        if update.finish is not None and self.finish_reason is None:
-            self._end(update, update.finish)
-        if self.finish_reason is not None:
-            if not pieces:
-                pieces.append(Piece("", (), ()))
-            pieces[-1].last = True
-            pieces[-1].text += self._rest()
-        if coalesce and len(pieces) > 1:
-            return [_joined(pieces)]
-        return pieces
+        if not coalesce:
+            return self._pieces(update)
+        pieces = list(self._pieces(update))
+        return pieces if len(pieces) < 2 else [_joined(pieces)]
 
     def leave(self) -> None:
         """No more of this choice is wanted. A stream that has ended stays as it ended."""
         self.stream.cancel("disconnect")
 
-    def _feed(self, update: Update) -> list[Piece]:
-        pieces = []
-        detokenizer, logprobs = self._detokenizer, update.logprobs
-        for number, id in enumerate(update.ids):
+    def _pieces(self, update: Update) -> Iterator[Piece]:
+        ids, finish = update.ids if self.keep else (), update.finish
+        for number, id in enumerate(ids, start=1):
             self.tokens += 1
-            pieces.append(Piece(detokenizer.feed(id), (id,), logprobs[number : number + 1]))
-            if detokenizer.stopped is not None:  # the workers do not know stop strings: this ends the sequence
-                self.finish_reason, self.stop_reason = "stop", detokenizer.stopped
-                self.finish = update.finish
+            piece = Piece(self._detokenizer.feed(id), (id,), update.logprobs[number - 1 : number])
+            if self._detokenizer.stopped is not None:  # the workers do not know stop strings: this ends the sequence
+                self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
+                self.finish = finish
                 self.stream.cancel("stop")
-                break
-        return pieces
+            elif finish is not None and number == len(ids):
+                self._end(finish, id)
+            if self.finish_reason is not None:
+                piece.last = True
+                piece.text += self._rest()
+            yield piece
+            if piece.last:
+                return
+        if finish is not None:
+            self._end(finish, None)
+            yield Piece(self._rest(), (), (), last=True)
 
     def _rest(self) -> str:
         """What the detokenizer still holds; the last of it may complete a stop string."""
@@ -120,13 +125,13 @@ class Choice:
             self.finish_reason, self.stop_reason = "stop", self._detokenizer.stopped
         return text
 
-    def _end(self, update: Update, finish: Finish) -> None:
+    def _end(self, finish: Finish, last_id: int | None) -> None:
         if finish.reason == "error":
             raise StreamFailed(finish.message)
         self.finish = finish
         self.finish_reason = finish.reason if self.keep else "length"
-        if finish.reason == "stop" and self.keep and update.ids and update.ids[-1] not in self._end_ids:
-            self.stop_reason = update.ids[-1]
+        if finish.reason == "stop" and last_id not in self._end_ids:
+            self.stop_reason = last_id
 
 
 def _joined(pieces: list[Piece]) -> Piece:

@@ -34,8 +34,8 @@ def token_name(tokenizer: Tokenizer, id: int) -> str:
 class TokenArrays:
     """The arrays of one completion, grown in order: `prompt` first if it is echoed, then `output` as tokens come.
 
-    The texts in `tokens` join to the choice's text (before a stop string cuts it): a token that ends within a character,
-    or that is not shown, has an entry with an empty text.
+    The texts in `tokens` join to the choice's text (before a stop string cuts it): a token that ends within a
+    character, or that is not shown, has an entry with an empty text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], rules: TextRules, count: int) -> None:

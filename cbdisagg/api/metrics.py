@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -185,7 +184,7 @@ class WorkerMetrics:
             "cbdisagg:kv_transfer_seconds", "Time of pushes between workers.", labels=["transport"]
         )
         for labels, count in self._totals.transfers.total.items():
-            family.add_metric(labels, count_value=count, sum_value=self._totals.transfer_seconds.total[labels])
+            family.add_metric(labels, count_value=int(count), sum_value=self._totals.transfer_seconds.total[labels])
         return family
 
 
@@ -194,7 +193,7 @@ def _gauge(name: str, help: str, *labels: str) -> GaugeMetricFamily:
 
 
 def _counter(name: str, help: str, rising: Rising, *labels: str) -> CounterMetricFamily:
-    family: Any = CounterMetricFamily(f"cbdisagg:{name}", help, labels=labels)
+    family = CounterMetricFamily(f"cbdisagg:{name}", help, labels=labels)
     if not labels:
         family.add_metric((), rising.total[()])
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cbdisagg.api.errors import ApiError, invalid, shown
-from cbdisagg.api.schemas_requests import ChatMessage
+from cbdisagg.api.schemas_requests import ChatMessage, ContentPart
 from cbdisagg.api.template import TemplateError
 from cbdisagg.api.tokenizer import Tokenizer
 
@@ -131,7 +131,7 @@ def _turn(number: int, message: ChatMessage) -> dict[str, str]:
     return turn
 
 
-def _content(where: str, content: str | list) -> str:
+def _content(where: str, content: str | list[ContentPart]) -> str:
     if isinstance(content, str):
         return content
     texts = []

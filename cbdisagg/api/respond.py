@@ -23,6 +23,9 @@ from cbdisagg.api.schemas_responses import CachedTokens, Usage
 from cbdisagg.api.sse import DONE, EventStream, ReaderStalled
 from cbdisagg.api.together import beside, together
 
+LAG_TOKENS = 16
+"""An update of more tokens has waited for its reader: a chunk for each would be a burst of late work."""
+
 
 class Form(Protocol):
     """The shape of one endpoint's answers."""
@@ -80,11 +83,10 @@ async def respond_stream(
         opened = False
         async for update in choice.stream:
             _measure(choice, len(update.ids), metrics)
-            pieces = choice.take(update, coalesce=stream.lagging)
-            usage = usage_of(choices) if always_usage else None
-            events = b"".join([form.events(choice, piece, usage) for piece in pieces])
-            if not opened:
-                opened, events = True, form.opening(choice) + events
+            pieces = choice.take(update, coalesce=stream.lagging or len(update.ids) > LAG_TOKENS)
+            events, opened = b"" if opened else form.opening(choice), True
+            for piece in pieces:
+                events += form.events(choice, piece, usage_of(choices) if always_usage else None)
             if events:
                 await stream.send(events)
             if choice.finish_reason is not None:

@@ -89,25 +89,25 @@ def _chat_length(asked: ChatRequest) -> tuple[str, int | None]:
 
 async def _completion_prompts(service: Service, asked: CompletionRequest) -> list[Prompt]:
     """One prompt for a text or a list of ids, several for a list of those."""
-    prompts = [asked.prompt] if isinstance(asked.prompt, str) else asked.prompt
-    if not prompts:
-        raise invalid("prompt", "is empty; give a text or token ids")
-    if all(isinstance(part, int) for part in prompts):
-        return [service.prompts.ids("prompt", prompts)]
-    limit = service.config.limits.prompts
-    if len(prompts) > limit:
-        raise invalid("prompt", f"has {len(prompts)} prompts; at most {limit} are allowed in one request")
     special = asked.add_special_tokens is not False
-    made = []
-    for number, part in enumerate(prompts):
-        field = "prompt" if isinstance(asked.prompt, str) else f"prompt[{number}]"
+    if isinstance(asked.prompt, str):
+        return [await service.prompts.text("prompt", asked.prompt, special=special)]
+    ids = [part for part in asked.prompt if isinstance(part, int)]
+    if ids and len(ids) == len(asked.prompt):
+        return [service.prompts.ids("prompt", ids)]
+    limit = service.config.limits.prompts
+    if not 0 < len(asked.prompt) <= limit:
+        raise invalid("prompt", f"has {len(asked.prompt)} prompts; one request may have 1 to {limit}")
+    prompts = []
+    for number, part in enumerate(asked.prompt):
+        field = f"prompt[{number}]"
         if isinstance(part, int):
             raise invalid(field, "is a token id among prompts; give one list of ids, or a list of lists of ids")
         if isinstance(part, str):
-            made.append(await service.prompts.text(field, part, special=special))
+            prompts.append(await service.prompts.text(field, part, special=special))
         else:
-            made.append(service.prompts.ids(field, part))
-    return made
+            prompts.append(service.prompts.ids(field, part))
+    return prompts
 
 
 async def _respond(

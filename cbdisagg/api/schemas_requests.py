@@ -155,4 +155,4 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "web_search_options": _NOTHING,
     "modalities": (None, ["text"]),
 }
-"""Fields that would change the answer and are not supported, with the values that ask for nothing: refused otherwise."""
+"""Fields that would change the answer and are not supported, with values that ask for nothing: else refused."""

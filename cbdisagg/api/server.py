@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from cbdisagg.api import openapi, routes_generate, routes_models
 from cbdisagg.api.access import ACCESS, CLIENT_CLOSED, Access
@@ -28,7 +29,6 @@ from cbdisagg.config import Config
 __all__ = ["ModelCard", "make_app", "make_runner"]
 
 log = logging.getLogger(__name__)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 HANDLERS: dict[Endpoint, Handler] = {
     openapi.COMPLETIONS: routes_generate.completions,
@@ -63,8 +63,11 @@ def make_app(
     return app
 
 
-def make_runner(app: web.Application, config: Config) -> web.AppRunner:
-    """A runner for `app`: handlers are cancelled when their client leaves, headers are bounded, the log is our own."""
+def make_runner(app: web.Application, config: Config, *, grace_s: float = 1.0) -> web.AppRunner:
+    """A runner for `app`: handlers are cancelled when their client leaves, headers are bounded, the log is our own.
+
+    Its `cleanup` lets requests go on for `grace_s`, then breaks them.
+    """
     header_bytes = config.limits.header_kb * 1024
     return web.AppRunner(
         app,
@@ -73,6 +76,7 @@ def make_runner(app: web.Application, config: Config) -> web.AppRunner:
         max_line_size=header_bytes,
         max_field_size=header_bytes,
         handle_signals=False,
+        shutdown_timeout=grace_s,
     )
 
 
@@ -112,7 +116,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(INTERNAL)
 
 
-def _guard(api_key: str) -> Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]:
+def _guard(api_key: str) -> Middleware:
     wanted = f"Bearer {api_key}".encode()
 
     @web.middleware

@@ -47,7 +47,7 @@ class Service:
         return await read_body(request, kind, max_bytes=self.body_bytes, max_depth=limits.json_depth)
 
     def take_stats(self) -> None:
-        """Show /metrics the coordinator's newest word: at each request's end too, or short-lived workers go uncounted."""
+        """Give the metrics the newest Stats: at each request's end too, or short-lived workers go uncounted."""
         if self.client.stats is not None:
             self.metrics.observe(self.client.stats)
 

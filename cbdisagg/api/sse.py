@@ -56,7 +56,7 @@ class EventStream:
             self._sent_s = time.monotonic()
 
     async def watch(self) -> None:
-        """Comments while nothing else is sent, so that no proxy gives up. Runs until cancelled; raises ReaderStalled."""
+        """Comments while nothing else is sent, so that no proxy gives up. Never returns. Raises ReaderStalled."""
         period = min(self._keep_alive_s, self._stalled_s)
         while True:
             idle = time.monotonic() - self._sent_s
