@@ -25,7 +25,7 @@ prepare_environment() {
             flock -n 9 || { say "Waiting for another start that is installing ..."; flock 9; }
         fi
         if ! [[ -r "$stamp" && "$(< "$stamp")" == "$key" ]]; then
-            install "$1"
+            install "$1" >&2
             printf '%s' "$key" | tee -- "$VENV/.ready-serve" > "$stamp"  # every extra holds what serving needs
         fi
     ) 9> "$VENV/.lock" || exit 1

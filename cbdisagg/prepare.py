@@ -281,7 +281,8 @@ def _build(folder: Path, sha256: str, source: Callable[[Path, Progress], Path], 
         fetched.mkdir()
         result.mkdir()
         convert(source(fetched, progress), result, progress)
-        _seal(result, sha256, progress)
+        progress("writing the prepared model", 1.0)
+        _seal(result, sha256)
         if folder.exists():
             folder.rename(old)
         result.rename(folder)
@@ -316,14 +317,14 @@ def is_whole(folder: Path, sha256: str) -> bool:
     return True
 
 
-def _seal(folder: Path, sha256: str, progress: Progress) -> None:
+def _seal(folder: Path, sha256: str) -> None:
     """Write the manifest, after everything that it names is on the disk."""
     files = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())
         stat = path.stat()
-        files[path.name] = FileMark(stat.st_size, stat.st_mtime_ns, _sha256(path, progress))
+        files[path.name] = FileMark(stat.st_size, stat.st_mtime_ns, _sha256(path))
     made_by = {package: version(package) for package in ("cbdisagg", "gguf", "tokenizers", "torch")}
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(FORMAT, sha256, made_by, files)))
     with (folder / MANIFEST).open("wb") as file:
