@@ -8,6 +8,7 @@ layers are gathered until they fill one, large ones are split by pages.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -63,14 +64,34 @@ def decode_header(data: bytes | memoryview) -> Header:
     return _decoder.decode(data)
 
 
+class Buffers:
+    """Memory for boxes, used again once nobody holds the box: page faults of fresh memory cost more than the copy."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._capacity = max(BOX_MAX_BYTES, page_bytes)
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, layers: int, pages: int, page_bytes: int) -> NDArray[np.uint8]:
+        """Private memory of this shape, at most BOX_MAX_BYTES or one page."""
+        whole = self._free.pop() if self._free else np.empty(self._capacity, np.uint8)
+        return whole[: layers * pages * page_bytes].reshape(layers, pages, page_bytes)
+
+    def seal(self, box: NDArray[np.uint8], layers: int) -> NDArray[np.uint8]:
+        """The first layers of what `take` gave, filled: when the last reference to the result goes, so does the box."""
+        whole, sealed = box.base, box[:layers]
+        assert whole is not None
+        weakref.finalize(sealed, self._free.append, whole).atexit = False
+        return sealed
+
+
 class Gatherer:
     """Copies one push out of the pool, layer by layer, into boxes. What it yields is private: the pages are free
     again.
     """
 
-    def __init__(self, sender: int, push: Push, pool: NDArray[np.uint8]) -> None:
+    def __init__(self, sender: int, push: Push, pool: NDArray[np.uint8], buffers: Buffers) -> None:
         """`pool` has shape [layers, pages, page_bytes]."""
-        self._sender, self._push, self._pool = sender, push, pool
+        self._sender, self._push, self._pool, self._buffers = sender, push, pool, buffers
         page_bytes = pool.shape[2]
         pages_per_box = max(1, BOX_MAX_BYTES // page_bytes)
         self._parts = [
@@ -92,7 +113,7 @@ class Gatherer:
         for part in self._parts:
             if self._box is None:
                 layers = min(self._layers_per_box, self._pool.shape[0] - layer)
-                self._box = np.empty((layers, len(self._push.source), self._pool.shape[2]), np.uint8)
+                self._box = self._buffers.take(layers, len(self._push.source), self._pool.shape[2])
                 self._first = layer
             copy_runs(part.runs, self._pool[layer], self._box[self._filled])
             self._filled += 1
@@ -102,13 +123,14 @@ class Gatherer:
     def rest(self) -> Iterator[Message]:
         """The box that is not full."""
         if self._box is not None:
-            yield self._header(self._first, self._filled, self._parts[0].target), self._box[: self._filled]
+            box, layers = self._buffers.seal(self._box, self._filled), self._filled
             self._box, self._filled = None, 0
+            yield self._header(self._first, layers, self._parts[0].target), box
 
     def _gather_alone(self, layer: int, part: _Part) -> Message:
-        box = np.empty((1, part.count, self._pool.shape[2]), np.uint8)
+        box = self._buffers.take(1, part.count, self._pool.shape[2])
         copy_runs(part.runs, self._pool[layer], box[0])
-        return self._header(layer, 1, part.target), box
+        return self._header(layer, 1, part.target), self._buffers.seal(box, 1)
 
     def _header(self, layer: int, layers: int, target: bytes) -> Box:
         return Box(self._sender, self._push.to.incarnation, self._push.attempt, layer, layers, target)

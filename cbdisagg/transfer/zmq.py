@@ -33,6 +33,7 @@ from cbdisagg.transfer.boxes import (
     BOX_BYTES,
     BOX_MAX_BYTES,
     Box,
+    Buffers,
     Gatherer,
     Message,
     Trial,
@@ -77,6 +78,7 @@ class ZmqLink:
     ) -> None:
         """Waits until the peer has answered; raises LinkFailed."""
         self._me, self._peer, self._pages, self._on_broken = me, peer.address, pool.pages, on_broken
+        self._buffers = Buffers(pool.info.page_bytes)
         self._gatherers: dict[int, Gatherer] = {}  # by serial; runner's thread only
         self._lock = threading.Lock()  # held by whoever uses the sockets
         self._closed = self._broken = False
@@ -132,7 +134,8 @@ class ZmqLink:
         if self._closed:
             return
         if (gatherer := self._gatherers.get(push.serial)) is None:
-            gatherer = self._gatherers[push.serial] = Gatherer(self._me.incarnation, push, self._pages)
+            gatherer = Gatherer(self._me.incarnation, push, self._pages, self._buffers)
+            self._gatherers[push.serial] = gatherer
         for message in gatherer.add(layer):
             self._send(message)
 

@@ -1,0 +1,239 @@
+"""`cbdisagg bench transfer`: what it costs to hand KV pages from one process to another.
+
+Two real processes with pools of SmolLM2-135M's geometry (30 layers; 12,288 bytes per page and layer: bfloat16, 16
+tokens), joined by the same code that workers use, self-test included. One hand-over is timed from its first `push`
+until its last byte is in the receiver's pool; both processes read the same monotonic clock. A copy of as many bytes
+inside one process, in the same run, is the yardstick.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Annotated, TypedDict
+
+import msgspec
+import numpy as np
+import typer
+import zmq
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from cbdisagg.config import Transfer as Settings
+from cbdisagg.messages import Address, AttemptId, Probe, Push, RequestId, WorkerInfo
+from cbdisagg.transfer.base import Transfer
+from cbdisagg.transfer.pool import MappedPool, create_pool
+from cbdisagg.transfer.select import make_transfer
+
+LAYERS, PAGE_BYTES, PAGE_SIZE = 30, 12_288, 16
+KINDS = ("shm", "zmq")
+
+
+class Row(TypedDict):
+    """One kind and size. Milliseconds but for the names that say otherwise; p10 and p90 bound the spread."""
+
+    kind: str
+    tokens: int
+    mib: float
+    first_ms: float
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    gb_per_s: float
+    runner_ms: float
+    memcpy_ms: float
+    memcpy_gb_per_s: float
+
+
+def transfer(
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of one hand-over; may be repeated.")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="shm or zmq; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=3, help="Hand-overs of each size.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Measure hand-overs of KV pages between two processes, against a plain copy.
+
+    Example: cbdisagg bench transfer --tokens 512 --tokens 2048 --kind shm --repeats 100
+    """
+    sizes, kinds = tokens or [128, 512, 2048], kind or list(KINDS)
+    if wrong := [name for name in kinds if name not in KINDS]:
+        raise typer.BadParameter(f"--kind {wrong[0]}: choose from {', '.join(KINDS)}")
+    rows, tests = [], {}
+    for name in kinds:
+        with Pair(name, sum(-(-size // PAGE_SIZE) for size in sizes)) as pair:
+            tests[name] = pair.bytes_per_s
+            for size in sizes:
+                rows.append(pair.measure(size, repeats, quiet=as_json))
+    report = {
+        "command": "cbdisagg bench transfer",
+        "repeats": repeats,
+        "geometry": {"layers": LAYERS, "page_bytes": PAGE_BYTES, "page_size": PAGE_SIZE},
+        "machine": {"cpus": len(os.sched_getaffinity(0)), "arch": platform.machine(), "kernel": platform.release()},
+        "versions": {"python": platform.python_version(), "numpy": np.__version__, "zmq": zmq.zmq_version()},
+        "self_test_gb_per_s": {name: round(speed / 1e9, 2) for name, speed in tests.items()},
+        "rows": rows,
+    }
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(rows, tests)
+
+
+def _print_table(rows: list[Row], tests: dict[str, float]) -> None:
+    table = Table("kind", "tokens", "MiB", "first ms", "median ms", "p10-p90", "GB/s", "runner ms", "memcpy ms", "GB/s")
+    for row in rows:
+        table.add_row(
+            row["kind"],
+            str(row["tokens"]),
+            f"{row['mib']:.1f}",
+            f"{row['first_ms']:.2f}",
+            f"{row['median_ms']:.2f}",
+            f"{row['p10_ms']:.2f}-{row['p90_ms']:.2f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['runner_ms']:.2f}",
+            f"{row['memcpy_ms']:.2f}",
+            f"{row['memcpy_gb_per_s']:.1f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "first: into memory not touched before. runner: what it cost the thread that computes. memcpy: one process."
+    )
+    console.print("self-test: " + ", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in tests.items()))
+
+
+class Pair:
+    """This process as prefill worker, a child as decode worker, joined by one kind of transport."""
+
+    def __init__(self, kind: str, pages: int) -> None:
+        self._kind, self._pages = kind, pages
+        self._next_page, self._serial = 0, 0
+        self._seconds = 0.0  # of the latest push, in this thread
+
+    def __enter__(self) -> Pair:
+        self._folder = tempfile.TemporaryDirectory(prefix="cbdisagg-bench-")
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "cbdisagg_bench.transfer", self._folder.name, str(self._pages), self._kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._me = Address("prefill", time.time_ns(), f"ipc://{self._folder.name}/prefill")
+        self._pool = create_pool(self._me, LAYERS, self._pages, PAGE_BYTES)
+        self._pool.pages[:] = np.random.default_rng(0).integers(0, 256, self._pool.pages.shape, np.uint8)
+        self._transfer = _make(self._kind, self._me, self._pool, self._done, lambda _: None)
+        peer = msgspec.json.decode(self._read(), type=WorkerInfo)
+        self._peer = peer.address
+        opened = self._transfer.connect(peer)
+        if not opened.kind:
+            raise SystemExit(f"{self._kind}: {opened.note}")
+        probe = Probe(opened.kind, opened.nbytes, opened.checksum, opened.seconds, opened.note)
+        self.bytes_per_s = float(self._ask({"sender": self._me, "probe": msgspec.to_builtins(probe)}))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._child.stdin.close()  # type: ignore[union-attr]
+        self._child.wait()
+        self._transfer.close()
+        self._pool.close()
+        self._folder.cleanup()
+
+    def measure(self, tokens: int, repeats: int, quiet: bool) -> Row:
+        pages = -(-tokens // PAGE_SIZE)
+        target = tuple(range(self._next_page, self._next_page + pages))
+        self._next_page += pages
+        nbytes = LAYERS * pages * PAGE_BYTES
+        source, copy = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        total, runner, plain = [], [], []
+        for _ in track(range(repeats + 1), f"{self._kind} {tokens} tokens", disable=quiet, transient=True):
+            total.append(self._hand_over(target))
+            runner.append(self._seconds)
+            start = time.perf_counter()
+            copy[:] = source
+            plain.append(time.perf_counter() - start)
+        tenths = quantiles(total[1:], n=10)
+        return Row(
+            kind=self._kind,
+            tokens=tokens,
+            mib=nbytes / 2**20,
+            first_ms=total[0] * 1e3,
+            median_ms=median(total[1:]) * 1e3,
+            p10_ms=tenths[0] * 1e3,
+            p90_ms=tenths[-1] * 1e3,
+            gb_per_s=nbytes / median(total[1:]) / 1e9,
+            runner_ms=median(runner[1:]) * 1e3,
+            memcpy_ms=median(plain) * 1e3,
+            memcpy_gb_per_s=nbytes / median(plain) / 1e9,
+        )
+
+    def _hand_over(self, pages: tuple[int, ...]) -> float:
+        """Seconds from the first byte sent to the last byte landed."""
+        self._serial += 1
+        attempt = AttemptId(self._peer.incarnation, RequestId(0, self._serial), 0)
+        self._ask({"attempt": attempt, "source": self._me, "pages": pages})
+        push = Push(self._serial, attempt, self._peer, pages, pages, True)
+        start = time.monotonic()
+        for layer in range(LAYERS):
+            self._transfer.push(layer, push)
+        self._transfer.end(push)
+        end = time.monotonic() if self._kind == "shm" else float(self._read())
+        return end - start
+
+    def _done(self, serial: int, kind: str, nbytes: int, seconds: float) -> None:
+        assert kind == self._kind, f"push {serial} of {nbytes} bytes went by {kind or 'nothing'}"
+        self._seconds = seconds
+
+    def _ask(self, question: object) -> str:
+        assert self._child.stdin is not None
+        self._child.stdin.write(json.dumps(question) + "\n")
+        self._child.stdin.flush()
+        return self._read()
+
+    def _read(self) -> str:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise SystemExit(f"the receiving process ended with status {self._child.wait()}")
+        return line
+
+
+def receive(folder: Path, pages: int, kind: str) -> None:
+    """The child: a decode worker that expects what it is told to, and says when it has landed."""
+    me = Address("decode", time.time_ns(), f"ipc://{folder}/decode")
+    pool = create_pool(me, LAYERS, pages, PAGE_BYTES)
+    transfer = _make(kind, me, pool, lambda *_: None, lambda _: print(time.monotonic(), flush=True))
+    info = WorkerInfo(me, "decode", platform.node(), "", transfer.info, PAGE_SIZE, 1, pages * PAGE_SIZE)
+    print(msgspec.json.encode(info).decode(), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "probe" in order:
+            seen = transfer.verify(msgspec.convert(order["sender"], Address), msgspec.convert(order["probe"], Probe))
+            assert seen.kind, seen.note
+            print(seen.bytes_per_s, flush=True)
+        else:
+            attempt = msgspec.convert(order["attempt"], AttemptId)
+            transfer.expect(attempt, msgspec.convert(order["source"], Address), tuple(order["pages"]))
+            print("expecting", flush=True)
+    transfer.close()
+    pool.close()
+
+
+def _make(kind: str, me: Address, pool: MappedPool, on_push_done, on_landed) -> Transfer:
+    settings = Settings(kind=kind)
+    return make_transfer(settings, pool, me, platform.node(), on_push_done, on_landed, on_broken=_broken)
+
+
+def _broken(peer: Address, reason: str) -> None:
+    raise SystemExit(f"{peer.name}: {reason}")
+
+
+if __name__ == "__main__":
+    receive(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
