@@ -100,11 +100,12 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self.children]
                 try:
-                    await self._ended
+                    await asyncio.wait((self._ended,))
                 finally:
                     for keeper in keepers:
                         keeper.cancel()
                     await self._end_all()
+            self._ended.result()  # outside the group, which would wrap what it raises
         finally:
             os.close(self._life)
             os.close(self._lifeline)
@@ -160,8 +161,7 @@ class Supervisor:
         log.warning("%s (pid %d) ended: %s; it is started again", child.name, child.pid, why)
         child.up = None
         child.ends += 1
-        for leftover in self.folder.glob(f"{child.name}.{child.incarnation}*"):
-            leftover.unlink(missing_ok=True)
+        self._tidy(child)
         self._mailbox.forget(child.incarnation)
         down = PeerDown(child.name, child.incarnation, why)
         self._dead.append(down)
@@ -172,13 +172,20 @@ class Supervisor:
     async def _end_all(self) -> None:
         """First who talks to clients, then who computes, then who knows both."""
         for kind in ("api", "worker", "coordinator"):
-            group = [child for child in self.children if child.kind == kind and child.running]
+            group = [child for child in self.children if child.kind == kind]
             for child in group:
                 child.send(signal.SIGTERM)
             await self._gone(group, PATIENCE_S)
             for child in group:
                 child.send(signal.SIGKILL)
             await self._gone(group, None)
+            for child in group:
+                self._tidy(child)
+
+    def _tidy(self, child: Child) -> None:
+        """The start file and the sockets of an incarnation that has ended: not every end leaves time for that."""
+        for leftover in self.folder.glob(f"{child.name}.{child.incarnation}*"):
+            leftover.unlink(missing_ok=True)
 
     async def _gone(self, group: Sequence[Child], patience_s: float | None) -> None:
         with contextlib.suppress(TimeoutError):

@@ -28,6 +28,8 @@ from cbdisagg.actors.start import Start
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+ORPHANED = signal.SIGUSR1
+"""What the kernel sends to a coordinator whose supervisor has died."""
 LOG_FORMAT = "%(asctime)s {name:<13} %(levelname)-7s %(message)s"
 
 
@@ -37,10 +39,16 @@ class Life:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self.loop.create_future()
+        self.orphaned = False
 
     def stop(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def orphan(self) -> None:
+        """The supervisor is gone."""
+        self.orphaned = True
+        self.stop()
 
     def crash(self, error: BaseException) -> None:
         if not self.ended.done():
@@ -64,15 +72,15 @@ def run_child(start: Start, main: Callable[[Life], Awaitable[None]]) -> NoReturn
     """Run `main` on uvloop until the process's end, and exit. `main` returns when `life.ended` does, or raises."""
     set_up_logging(start.name)
     _die_with(start)
-    status = 0
+    status, orphaned = 0, False
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_live(start, main))
+            orphaned = runner.run(_live(start, main))
     except BaseException:
         # The edge of the process: whatever it was, it goes to the log, and the supervisor sees the status.
         log.critical("%s has crashed", start.name, exc_info=True)
         status = 1
-    if start.supervisor_pid and os.getppid() != start.supervisor_pid:
+    if orphaned:
         shutil.rmtree(start.folder, ignore_errors=True)  # the supervisor was killed; who is left tidies up
     leave(status)
 
@@ -104,21 +112,29 @@ def watch_pipe(loop: asyncio.AbstractEventLoop, fd: int, on_end: Callable[[], No
     return True
 
 
-async def _live(start: Start, main: Callable[[Life], Awaitable[None]]) -> None:
+async def _live(start: Start, main: Callable[[Life], Awaitable[None]]) -> bool:
+    """Whether it ended because the supervisor was gone."""
     life = Life()
     life.loop.set_exception_handler(life.on_loop_error)
     life.loop.add_signal_handler(signal.SIGTERM, life.stop)
     if start.supervisor_pid:
-        watch_pipe(life.loop, sys.stdin.fileno(), life.stop)
-    await main(life)
+        life.loop.add_signal_handler(ORPHANED, life.orphan)
+        watch_pipe(life.loop, sys.stdin.fileno(), life.orphan)
+    try:
+        await main(life)
+    finally:
+        # The loop takes its handlers away when it closes; a signal from now on must not cut the tidying up short.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, ORPHANED])
+    return life.orphaned
 
 
 def _die_with(start: Start) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not start.supervisor_pid:
         return
-    # The coordinator is asked, the others are killed: it has nothing to lose and removes the run folder on its way out.
-    last_will = signal.SIGTERM if start.kind == "coordinator" else signal.SIGKILL
+    # The others are killed, which nothing can delay; the coordinator is told, for it removes the run folder.
+    signal.signal(ORPHANED, lambda *_: None)  # until the loop takes over, the pipe will tell
+    last_will = ORPHANED if start.kind == "coordinator" else signal.SIGKILL
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, int(last_will), 0, 0, 0) != 0:
         log.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))

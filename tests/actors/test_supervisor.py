@@ -1,0 +1,236 @@
+"""A supervisor with real child processes, real sockets and pools, and fake models; this test is the api actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from cbdisagg.actors import launch
+from cbdisagg.actors.launch import ServiceFailed, Supervisor
+from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.start import write_config
+from cbdisagg.api.client import Client
+from cbdisagg.config import Config, Debug, Scheduler
+from cbdisagg.config import Policy as PolicyConfig
+from cbdisagg.config import Transfer as TransferConfig
+from cbdisagg.engine.fake import fake_token
+from cbdisagg.messages import Address, Lead, Members, Sampling, Stats, Suspect, Targets, ToApi, pack
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fake_process import SPOTS, fake_command
+
+CONFIG = Config(
+    scheduler=Scheduler(max_batch=8, token_budget=64), policy=PolicyConfig(mode="disaggregate"), debug=Debug(True)
+)
+
+
+class View:
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, str]] = []
+        self.is_ready = asyncio.Event()
+
+    def stage(self, name: str, stage: str, fraction: float) -> None:
+        self.stages.append((name, stage))
+
+    def ready(self, supervisor: Supervisor) -> None:
+        self.is_ready.set()
+
+
+class Api:
+    """The api actor that lives in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        decoder: msgspec.msgpack.Decoder[ToApi] = msgspec.msgpack.Decoder(ToApi)
+        self.mailbox = Mailbox[ToApi]("client", 77, Place(folder), decoder)
+        self.client = Client(77, self.mailbox.tell, model="fake", page_size=16)
+        self.leads: list[Address] = []
+        self.members: list[Members] = []
+        self._changed = asyncio.Event()
+        self.mailbox.start(self._receive, self._gap)
+
+    def _receive(self, sender: Address, message: ToApi) -> None:
+        if isinstance(message, Lead):
+            self.leads.append(message.coordinator)
+        elif isinstance(message, Members):
+            self.members.append(message)
+        elif isinstance(message, Stats):
+            pass
+        self.client.receive(sender, message)
+        self._changed.set()
+
+    def _gap(self, sender: Address) -> None:
+        raise AssertionError(f"messages of {sender} were lost")
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        try:
+            async with asyncio.timeout(20):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            raise AssertionError(f"leads {self.leads}, members {self.members[-1:]}, {self.client.stats}") from None
+
+    def paired(self) -> bool:
+        """The newest coordinator lists two living workers and the way between them."""
+        if not self.members or not self.leads or not self.client.ready:
+            return False
+        newest = self.members[-1]
+        return newest.term == self.leads[-1].incarnation and len(newest.workers) == 2 and len(newest.pairs) == 1
+
+    async def generate(self, prompt: list[int], count: int) -> list[int]:
+        sampling = Sampling(max_tokens=count, temperature=0.0)
+        stream = self.client.submit(prompt, sampling, Targets(1.0, 0.1))
+        return [id async for update in stream for id in update.ids]
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    sampling = Sampling(max_tokens=count, temperature=0.0)
+    return [fake_token(pack(prompt), len(prompt) + n, sampling) for n in range(count)]
+
+
+class Service:
+    def __init__(self, folder: Path, model: str, config: Config) -> None:
+        write_config(config, folder)
+        self.view, self.api = View(), Api(folder)
+        address = self.api.mailbox.address
+        self.supervisor = Supervisor(config, folder, Path(model), SPOTS, self.view, address, fake_command)
+        self.run = asyncio.create_task(self.supervisor.run())
+
+    def pid(self, name: str) -> int:
+        return next(child.pid for child in self.supervisor.children if child.name == name)
+
+    def incarnation(self, name: str) -> int:
+        return next(child.incarnation for child in self.supervisor.children if child.name == name)
+
+    async def ready(self) -> None:
+        waiting = asyncio.create_task(self.view.is_ready.wait())
+        await asyncio.wait((waiting, self.run), return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        waiting.cancel()
+        if self.run.done():
+            self.run.result()
+        assert self.view.is_ready.is_set()
+        await self.api.until(self.api.paired)
+
+
+@asynccontextmanager
+async def service(folder: Path, model: str = "good", config: Config = CONFIG) -> AsyncIterator[Service]:
+    it = Service(folder, model, config)
+    try:
+        yield it
+    finally:
+        it.supervisor.stop()
+        await asyncio.wait((it.run,), timeout=30)
+        it.api.mailbox.close()
+        assert not any(child.running for child in it.supervisor.children)
+        assert os.listdir(folder) == ["config.json"]
+
+
+@pytest.mark.parametrize("kind", ["shm", "zmq"])
+async def test_a_request_is_prefilled_in_one_process_and_decoded_in_another(tmp_path: Path, kind: str) -> None:
+    config = msgspec.structs.replace(CONFIG, transfer=TransferConfig(kind=kind))  # type: ignore[arg-type]
+    async with service(tmp_path, config=config) as it:
+        await it.ready()
+        (pair,) = it.api.members[-1].pairs
+        assert (pair.prefill.name, pair.decode.name, pair.kind) == ("prefill-0", "decode-0", kind)
+        prompt = list(range(200))
+        assert await it.api.generate(prompt, 20) == expected(prompt, 20)
+        assert ("prefill-0", "pretending") in it.view.stages
+        await it.api.until(lambda: bool(it.api.client.stats and it.api.client.stats.decisions))
+        assert it.api.client.stats is not None
+        assert {decision[0] for decision in it.api.client.stats.decisions} == {"remote"}
+        it.supervisor.stop()
+        await it.run
+
+
+async def test_a_killed_worker_is_dead_by_evidence_and_comes_back_as_another(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        await it.ready()
+        old = it.incarnation("decode-0")
+        os.kill(it.pid("decode-0"), signal.SIGKILL)
+        await it.api.until(lambda: ("decode-0", old) in it.api.members[-1].dead)
+        await it.api.until(it.api.paired)
+        assert it.incarnation("decode-0") > old
+        assert await it.api.generate([1, 2, 3], 5) == expected([1, 2, 3], 5)
+
+
+async def test_a_suspect_is_killed_by_the_supervisor(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        await it.ready()
+        old = it.incarnation("prefill-0")
+        os.kill(it.pid("prefill-0"), signal.SIGSTOP)  # it lives, and does nothing any more
+        it.api.mailbox.tell(it.api.leads[-1], Suspect("prefill-0", old, "it is stopped"))
+        await it.api.until(lambda: ("prefill-0", old) in it.api.members[-1].dead)
+        await it.api.until(it.api.paired)
+        assert it.incarnation("prefill-0") > old
+
+
+async def test_a_new_coordinator_is_told_all_again(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        await it.ready()
+        worker, first = it.incarnation("decode-0"), it.api.leads[-1]
+        os.kill(it.pid("prefill-0"), signal.SIGKILL)
+        dead = it.incarnation("prefill-0")
+        await it.api.until(lambda: ("prefill-0", dead) in it.api.members[-1].dead)
+        await it.api.until(it.api.paired)
+        os.kill(it.pid("coordinator"), signal.SIGKILL)
+        await it.api.until(lambda: it.api.leads[-1] != first and it.api.paired())
+        newest = it.api.members[-1]
+        assert newest.term == it.api.leads[-1].incarnation > first.incarnation
+        assert worker in {info.address.incarnation for info in newest.workers}
+        assert ("prefill-0", dead) in newest.dead
+        assert await it.api.generate([4, 5], 5) == expected([4, 5], 5)
+
+
+async def test_a_worker_that_cannot_start_ends_the_service_with_its_line(tmp_path: Path) -> None:
+    async with service(tmp_path, "fails") as it:
+        with pytest.raises(ServiceFailed, match=r"^decode-0: there is no such model$"):
+            await it.ready()
+
+
+async def test_a_worker_that_crashes_again_and_again_ends_the_service(tmp_path: Path) -> None:
+    async with service(tmp_path, "crashes") as it:
+        with pytest.raises(ServiceFailed, match=r"decode-0 ended 3 times while starting \(exit status 1\)"):
+            await it.ready()
+
+
+async def test_who_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE_S", 0.1)
+    async with service(tmp_path, "stubborn") as it:
+        await it.ready()
+        it.supervisor.stop()
+        await it.run
+        codes = {child.name: child.process.returncode for child in it.supervisor.children if child.process}
+        assert codes == {"coordinator": 0, "prefill-0": -9, "decode-0": -9}
+
+
+async def test_a_second_signal_kills_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE_S", 60.0)
+    async with service(tmp_path, "stubborn") as it:
+        await it.ready()
+        it.supervisor.stop()
+        it.supervisor.stop()
+        await asyncio.wait_for(it.run, 20)
+
+
+def test_nobody_and_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    command = [sys.executable, str(Path(__file__).with_name("fake_process.py")), "serve", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in supervisor.stdout.readline().split()]
+        assert len(children) == 3
+        supervisor.kill()
+        _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+    assert not folder.exists(), list(folder.iterdir())
