@@ -23,8 +23,9 @@ from cbdisagg.messages import Slice
 class Batch:
     """One step's tokens. `ids`, `positions` int32 [rows]; `kv_rows` where each row's keys and values go in a layer.
 
-    `outputs` int64: rows that the head is asked for, those that draw first. `draws`: the number in the plan of the
-    slice that draws from each of the first outputs. `scores`: (number in the plan, first output, count) for the others.
+    `outputs` int64: rows that the head is asked for, those that draw first; None if it is all rows in their order.
+    `draws`: the number in the plan of the slice that draws from each of the first outputs. `scores`: (number in the
+    plan, first output, count) for the others.
     """
 
     ids: Tensor
@@ -32,7 +33,7 @@ class Batch:
     kv_rows: Tensor
     groups: list[DecodeGroup]
     chunks: list[Chunk]
-    outputs: Tensor
+    outputs: Tensor | None
     draws: list[int]
     scores: list[tuple[int, int, int]]
 
@@ -58,7 +59,7 @@ def make_batch(
     page, place = np.divmod(positions, slots.page_size)
     where = slots.pages[slot_of_row, page].astype(np.int64) * slots.page_size + place
 
-    first_of = dict(zip(order, firsts, strict=True))
+    first_of = dict(zip(order, firsts, strict=True))  # in the order of the rows
     outputs, draws, scores = _outputs(slices, slots, first_of)
     return Batch(
         ids=torch.from_numpy(slots.ids[slot_of_row, positions]),
@@ -66,7 +67,7 @@ def make_batch(
         kv_rows=kv_rows(torch.from_numpy(where), kv_heads, slots.page_size),
         groups=_groups([slices[n] for n in singles], slots, attention),
         chunks=[_chunk(slices[n], first_of[n], slots, attention) for n in longer],
-        outputs=torch.tensor(outputs, dtype=torch.int64),
+        outputs=None if outputs == list(range(len(positions))) else torch.tensor(outputs, dtype=torch.int64),
         draws=draws,
         scores=scores,
     )
@@ -86,7 +87,7 @@ def _outputs(
     slices: Sequence[Slice], slots: Slots, first_of: dict[int, int]
 ) -> tuple[list[int], list[int], list[tuple[int, int, int]]]:
     """Rows for the head, with what each is for; see `Batch`."""
-    draws = [n for n, part in enumerate(slices) if part.draws]
+    draws = [n for n in first_of if slices[n].draws]
     outputs = [first_of[n] + slices[n].count - 1 for n in draws]
     scores = []
     for n, part in enumerate(slices):

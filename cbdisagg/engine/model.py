@@ -65,11 +65,12 @@ class Decoder:
         for n, layer in enumerate(self.layers):
             query = self._project(layer.attention_norm(x) if norm_first else x, layer, self.pool[n], batch, turn)
             written(n)
-            if n == len(self.layers) - 1 and not len(batch.outputs):
+            chosen = batch.outputs if n == len(self.layers) - 1 else None
+            if chosen is not None and not len(chosen):
                 return x[:0]
             attended = self._attend(query, self.pool[n], batch)
-            if n == len(self.layers) - 1 and len(batch.outputs) < len(x):
-                attended, x = attended[batch.outputs], x[batch.outputs]  # nothing reads the other rows any more
+            if chosen is not None:
+                attended, x = attended[chosen], x[chosen]  # nothing reads the other rows any more
             x = layer.out(attended).add_(x)
             if not norm_first:
                 x = layer.attention_norm(x)
