@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from cbdisagg.config import ModelError
-from cbdisagg.engine.families import Spec, spec_of, weights_of
+from cbdisagg.engine.families import Spec, check_family, spec_of, weights_of
 from cbdisagg.engine.kv import LAYOUT, KvShape, pool_tensor
 from cbdisagg.engine.model import Decoder
 from cbdisagg.engine.runner import TorchRunner
@@ -90,8 +90,9 @@ def _spec(folder: Path) -> Spec:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: config.json is missing: not a Hugging Face model folder")
     try:
+        check_family(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise ModelError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from None
     return spec_of(config)
 

@@ -94,12 +94,15 @@ class ModelWeights:
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 
+def check_family(name: object) -> None:
+    """Raises ModelError if models of this type, a config's `model_type`, are not ours."""
+    if name not in FAMILIES:
+        raise ModelError(f"model family {name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+
+
 def spec_of(config: PreTrainedConfig) -> Spec:
     """The decoder that a config describes. Raises ModelError, naming the setting, if it is not one of ours."""
-    if config.model_type not in FAMILIES:
-        raise ModelError(
-            f"model family {config.model_type!r} is not supported; supported: {', '.join(sorted(FAMILIES))}"
-        )
+    check_family(config.model_type)
     if getattr(config, "quantization_config", None):
         raise ModelError("quantization_config: quantised weights are not supported; convert them to bfloat16")
     return FAMILIES[config.model_type][0](config)
