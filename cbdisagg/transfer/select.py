@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias, assert_never
 
@@ -78,12 +79,14 @@ def make_transfer(
         bind_endpoint, curve = f"{me.endpoint}.data", None
     else:
         bind_endpoint, curve = f"tcp://{bind}:*", Curve(me.public_key, secret_key)
+    if curve and not secret_key:
+        raise ValueError(f"{me.endpoint}: tcp is only for those who have CURVE keys")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     landing = Landing(me.incarnation, pool.pages)
     try:
         receiver = ZmqReceiver(context, me, bind_endpoint, curve, landing, pool.info.page_bytes, on_landed)
     except zmq.ZMQError as error:
-        context.term()
+        context.destroy(0)
         raise ConfigError(f"cannot receive KV at {bind_endpoint}: {error}") from error
     endpoint = receiver.endpoint
     if curve:  # peers reach this host by the name in our address, which need not be the one that we bind
@@ -120,6 +123,11 @@ class PairwiseTransfer:
         self._inbound: dict[int, str] = {}  # the kind by which a peer pushes to us
         self._gone: set[int] = set()
         self._costs: dict[int, _Cost] = {}  # by serial; runner's thread only
+
+    @property
+    def drops(self) -> Counter[str]:
+        """How many messages the receiver has refused, by reason."""
+        return self._receiver.drops
 
     def connect(self, peer: WorkerInfo) -> Opened:
         reasons = []

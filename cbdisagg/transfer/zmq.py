@@ -195,15 +195,15 @@ class ZmqReceiver:
         page_bytes: int,
         on_landed: LandedCallback,
     ) -> None:
-        """Binds `bind`, an ipc or tcp endpoint; tcp may leave the port to the system ("tcp://127.0.0.1:*")."""
-        if not bind.startswith("ipc:") and curve is None:
-            raise ValueError(f"data socket {bind}: only ipc may do without CURVE keys")
+        """Binds `bind`, an ipc or tcp endpoint; tcp may leave the port to the system ("tcp://127.0.0.1:*").
+
+        Raises zmq.ZMQError; the context then still holds a socket.
+        """
         self._me, self._landing, self._on_landed = me, landing, on_landed
         self.drops: Counter[str] = Counter()
         self._trials: dict[int, _Trials] = {}
         self._trial_done = threading.Condition()
         self._sink = np.empty(BOX_BYTES, np.uint8)
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, IN_FLIGHT)
@@ -215,6 +215,7 @@ class ZmqReceiver:
             self._socket.setsockopt(zmq.ZAP_DOMAIN, b"cbdisagg")
         self._socket.bind(bind)
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kv-receive", daemon=True)
         self._thread.start()
 
