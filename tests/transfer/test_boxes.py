@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import msgspec
 import numpy as np
@@ -192,6 +193,28 @@ def test_nothing_is_written_after_an_attempt_is_forgotten(end: str) -> None:
         landing.place(msgspec.structs.replace(GOOD, layer=0, layers=1), np.ones(128, np.uint8))
     assert (pool == before).all()
     assert landing.place(Box(P + 1, D, other, 0, 1, pack([7, 8])), np.ones(128, np.uint8)) is False
+
+
+def test_forgetting_takes_effect_between_two_layers_of_a_box() -> None:
+    pool = random_pool(2)
+    before, landing = pool.copy(), Landing(D, pool)
+    landing.expect(ATTEMPT, P, (3, 4))
+
+    class ForgetAfterOneLayer(AbstractContextManager[None]):
+        """In place of the lock: as if another thread took it right after the first layer."""
+
+        exits = 0
+
+        def __exit__(self, *_: object) -> None:
+            self.exits += 1
+            if self.exits == 2:  # the first was to check the box
+                landing._expected.clear()
+
+    landing._lock = ForgetAfterOneLayer()
+    with pytest.raises(Dropped, match="not expected"):
+        landing.place(GOOD, np.zeros(256, np.uint8))
+    assert (pool[GOOD.layer, 3:5] == 0).all()
+    assert (pool[GOOD.layer + 1] == before[GOOD.layer + 1]).all()
 
 
 @given(st.binary(max_size=200))

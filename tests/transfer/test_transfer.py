@@ -161,6 +161,8 @@ def test_a_push_is_counted_once_with_its_bytes_and_seconds(new_worker: NewWorker
     [(serial, how, nbytes, seconds)] = p.done
     assert (serial, how, nbytes) == (push.serial, kind, 3 * p.pages[:, 0].size)
     assert seconds > 0
+    link = p.transfer._links[d.address.incarnation]
+    assert not p.transfer._costs and not (link._runs if kind == "shm" else link._gatherers)  # nothing is kept of it
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -354,7 +356,7 @@ def test_a_sender_that_waits_for_a_stalled_peer_is_woken(
     thread, pushes = flood(p, peer)
     thread.join(0.3)
     assert thread.is_alive(), "nothing bounds the bytes in flight"
-    assert len(p.done) < len(pushes) // 2
+    assert len(p.done) <= 3 * zmq_module.IN_FLIGHT  # a push is one box here; some lie in the kernel's buffers
     if how == "disconnect":
         p.transfer.disconnect(peer.info.address)
     elif how == "kill":
