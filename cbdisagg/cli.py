@@ -202,7 +202,9 @@ def _bench(context: typer.Context, module: str, function: str) -> None:
     command: Callable[..., object] = getattr(import_module(f"cbdisagg_bench.{module}"), function)
     sub = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     sub.command()(command)
-    sub(context.args, prog_name=context.command_path, standalone_mode=False)
+    status = sub(context.args, prog_name=context.command_path, standalone_mode=False)
+    if isinstance(status, int) and status:
+        raise typer.Exit(status)
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
@@ -215,6 +217,12 @@ def step(context: typer.Context) -> None:
 def transfer(context: typer.Context) -> None:
     """Time hand-overs of KV pages between processes."""
     _bench(context, "transfer", "transfer")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def handover(context: typer.Context) -> None:
+    """Time what the hand-over adds to the first token."""
+    _bench(context, "handover", "handover")
 
 
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)
