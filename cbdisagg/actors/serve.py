@@ -45,7 +45,7 @@ def serve(config: Config, client: Address | None = None) -> None:
     status = Status()
     try:
         model = prepare_model(config.model, lambda stage, fraction: status.stage("model", stage, fraction))
-        status.stage("model", f"ready in {model}", 1.0)
+        status.stage("model", "ready", 1.0)
         folder = RunFolder()
         try:
             write_config(config, folder.path)

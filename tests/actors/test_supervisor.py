@@ -14,13 +14,14 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import zmq.auth
 
 from cbdisagg.actors import launch
 from cbdisagg.actors.launch import ServiceFailed, Supervisor
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.actors.start import write_config
 from cbdisagg.api.client import Client
-from cbdisagg.config import Config, Debug, Scheduler
+from cbdisagg.config import Cluster, Config, Debug, Scheduler
 from cbdisagg.config import Policy as PolicyConfig
 from cbdisagg.config import Transfer as TransferConfig
 from cbdisagg.engine.fake import fake_token
@@ -49,9 +50,9 @@ class View:
 class Api:
     """The api actor that lives in this process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, place: Place) -> None:
         decoder: msgspec.msgpack.Decoder[ToApi] = msgspec.msgpack.Decoder(ToApi)
-        self.mailbox = Mailbox[ToApi]("client", 77, Place(folder), decoder)
+        self.mailbox = Mailbox[ToApi]("client", 77, place, decoder)
         self.client = Client(77, self.mailbox.tell, model="fake", page_size=16)
         self.leads: list[Address] = []
         self.members: list[Members] = []
@@ -101,7 +102,7 @@ def expected(prompt: list[int], count: int) -> list[int]:
 class Service:
     def __init__(self, folder: Path, model: str, config: Config) -> None:
         write_config(config, folder)
-        self.view, self.api = View(), Api(folder)
+        self.view, self.api = View(), Api(Place.of(config.cluster, folder))
         address = self.api.mailbox.address
         self.supervisor = Supervisor(config, folder, Path(model), SPOTS, self.view, address, fake_command)
         self.run = asyncio.create_task(self.supervisor.run())
@@ -150,6 +151,20 @@ async def test_a_request_is_prefilled_in_one_process_and_decoded_in_another(tmp_
         assert {decision[0] for decision in it.api.client.stats.decisions} == {"remote"}
         it.supervisor.stop()
         await it.run
+
+
+async def test_between_hosts_all_of_it_goes_encrypted_over_tcp(tmp_path: Path) -> None:
+    keys, folder = tmp_path / "keys", tmp_path / "run"
+    keys.mkdir()
+    folder.mkdir()
+    zmq.auth.create_certificates(keys, "cbdisagg")
+    cluster = Cluster(bind="127.0.0.1", curve_keys=str(keys))
+    config = msgspec.structs.replace(CONFIG, cluster=cluster, transfer=TransferConfig(kind="zmq"))
+    async with service(folder, config=config) as it:
+        await it.ready()
+        assert it.api.leads[-1].endpoint.startswith("tcp://127.0.0.1:")
+        assert it.api.members[-1].pairs[0].kind == "zmq"
+        assert await it.api.generate(list(range(100)), 5) == expected(list(range(100)), 5)
 
 
 async def test_a_killed_worker_is_dead_by_evidence_and_comes_back_as_another(tmp_path: Path) -> None:
