@@ -109,14 +109,13 @@ def _wrong_type(text: str, data: bytes) -> ApiError:
     place = _PATH.search(text)
     path = place[1].removesuffix("[...]") if place else ""
     reason = text[: place.start()] if place else text
-    reason = reason[0].lower() + reason[1:].replace(" | null", "").replace("`", "")
+    reason = reason.replace(" | null", "").replace("`", "").replace(", got ", ", not ")
     missing = re.search(r"missing required field (\w+)", reason)
     if missing:
         return invalid(".".join(filter(None, (path, missing[1]))), "is required", code="missing_required_parameter")
     if not path:
-        return invalid(None, f"the request body must be a JSON object: {reason}", code="invalid_json")
-    top = re.match(r"\w*", path)[0]  # type: ignore[index]  # matches at least the empty string
-    value = bytes(_raw_fields.decode(data).get(top, b""))
-    return invalid(
-        path, f"{reason}; the value of {top} is {shown(value[:200].decode('utf-8', 'replace'))}", "invalid_type"
-    )
+        return invalid(None, "the request body must be a JSON object", code="invalid_json")
+    reason = reason.replace("Expected", "must be") if reason.startswith("Expected") else f"is wrong: {reason.lower()}"
+    top = path.replace("[", ".").split(".", 1)[0]
+    value = shown(bytes(_raw_fields.decode(data).get(top, b""))[:200].decode("utf-8", "replace"))
+    return invalid(path, f"{reason}; {'it' if path == top else top} is {value}", "invalid_type")

@@ -64,8 +64,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """400: the request is wrong; the message begins with the field."""
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+    """400: the request is wrong. `message` goes on where the field's name ends: "is empty; give ..."."""
+    return ApiError(400, f"{param} {message}" if param else message, param=param, code=code)
 
 
 def shown(value: object, limit: int = 80) -> str:

@@ -7,11 +7,10 @@ are valid, as messages.py promises to the workers.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbdisagg.api.errors import invalid, shown
-from cbdisagg.api.prompts import too_long
+from cbdisagg.api.prompts import check_ids, too_long
 from cbdisagg.api.schemas_requests import GenerationRequest
 from cbdisagg.config import Limits
 from cbdisagg.messages import Sampling
@@ -49,11 +48,11 @@ def output_room(
     if prompt_tokens == 0:
         raise invalid("prompt", "is empty: it has no tokens; at least one is needed")
     if room < 1:
-        raise too_long("prompt", bounds.max_len, f"the prompt has {prompt_tokens}; one more is needed for an answer")
+        raise too_long("prompt", bounds.max_len, f"the prompt has {prompt_tokens}, which leaves none for an answer")
     if asked is None:
         return min(room, cap or room, room if default is None else default)
     if cap and asked > cap:
-        raise invalid(field, f"{shown(asked)} is more than this server allows; ask for at most {cap}")
+        raise invalid(field, f"is {shown(asked)}, more than this server allows; ask for at most {cap}")
     if asked > room:
         what = f"the prompt has {prompt_tokens} and {field} asks for {shown(asked)} more; at most {room} fit"
         raise too_long(field, bounds.max_len, what)
@@ -67,7 +66,7 @@ def sampling_of(request: GenerationRequest, bounds: Bounds, *, max_tokens: int, 
     """
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
-        raise invalid("min_tokens", f"{shown(min_tokens)} is more than max_tokens, which is {max_tokens}")
+        raise invalid("min_tokens", f"is {shown(min_tokens)}, more than max_tokens, which is {max_tokens}")
     temperature = 1.0 if request.temperature is None else request.temperature
     top_k = max(request.top_k or 0, 0)
     if request.top_p == 0:
@@ -103,7 +102,7 @@ def text_rules(request: GenerationRequest, bounds: Bounds) -> TextRules:
                 "stop", "holds an empty string, which would end every text; leave it out or give text to stop at"
             )
         if len(text) > limits.stop_chars:
-            raise invalid("stop", f"a string has {len(text)} characters; at most {limits.stop_chars} are allowed")
+            raise invalid("stop", f"holds a string of {len(text)} characters; at most {limits.stop_chars} are allowed")
     include_stop = bool(request.include_stop_str_in_output)
     hide = frozenset(bounds.end_ids) if include_stop else frozenset(bounds.end_ids) | set(request.stop_token_ids or ())
     return TextRules(stop, include_stop, request.skip_special_tokens is not False, hide)
@@ -112,7 +111,7 @@ def text_rules(request: GenerationRequest, bounds: Bounds) -> TextRules:
 def choices_of(request: GenerationRequest, limits: Limits) -> int:
     n = request.n or 1
     if n > limits.n:
-        raise invalid("n", f"{shown(n)} is more than this server allows; ask for at most {limits.n}")
+        raise invalid("n", f"is {shown(n)}, more than this server allows; ask for at most {limits.n}")
     return n
 
 
@@ -121,7 +120,7 @@ def alternatives(field: str, asked: int | None, limits: Limits) -> int:
     if asked is None:
         return -1
     if asked > limits.logprobs:
-        raise invalid(field, f"{shown(asked)} is more than this server allows; ask for at most {limits.logprobs}")
+        raise invalid(field, f"is {shown(asked)}, more than this server allows; ask for at most {limits.logprobs}")
     return asked
 
 
@@ -129,7 +128,7 @@ def _bias(request: GenerationRequest, bounds: Bounds) -> dict[int, float]:
     bias = request.logit_bias or {}
     if len(bias) > bounds.limits.logit_bias:
         raise invalid("logit_bias", f"has {len(bias)} entries; at most {bounds.limits.logit_bias} are allowed")
-    _check_range("logit_bias", list(bias), bounds.vocab)
+    check_ids("logit_bias", list(bias), bounds.vocab)
     return bias
 
 
@@ -137,12 +136,6 @@ def _end_ids(request: GenerationRequest, bounds: Bounds) -> tuple[int, ...]:
     extra = request.stop_token_ids or []
     if len(extra) > bounds.limits.stop_token_ids:
         raise invalid("stop_token_ids", f"has {len(extra)} ids; at most {bounds.limits.stop_token_ids} are allowed")
-    _check_range("stop_token_ids", extra, bounds.vocab)
+    check_ids("stop_token_ids", extra, bounds.vocab)
     own = () if request.ignore_eos else bounds.end_ids
     return tuple(dict.fromkeys((*own, *extra)))
-
-
-def _check_range(field: str, ids: Sequence[int], vocab: int) -> None:
-    for id in ids:
-        if not 0 <= id < vocab:
-            raise invalid(field, f"token id {shown(id)} is out of range; this model has ids 0 to {vocab - 1}")

@@ -20,7 +20,7 @@ from cbdisagg.api.tokenizer import Tokenizer
 T = TypeVar("T")
 
 LONG_TEXT = 4096
-"""Characters that are tokenised in place: about a millisecond."""
+"""Characters or tokens that are converted in place: about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,13 @@ class Prompts:
         """The ids of a text of any length."""
         return await self._run(len(text), lambda: self._tokenizer.encode(text, special=special))
 
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of any number of ids, special tokens included."""
+        return await self._run(len(ids), lambda: self._tokenizer.decode(ids, skip_special=False))
+
     def ids(self, field: str, ids: Sequence[int]) -> Prompt:
         """Token ids as they are: nothing is added. Raises ApiError 400."""
-        return Prompt(self.check_ids(field, ids), None)
+        return Prompt(check_ids(field, ids, self._vocab), None)
 
     async def chat(
         self,
@@ -83,14 +87,7 @@ class Prompts:
         try:
             return await self._run(size, render)
         except TemplateError as error:
-            raise invalid("messages", f"the model's chat template refuses them: {error}") from None
-
-    def check_ids(self, field: str, ids: Sequence[int]) -> Sequence[int]:
-        """`ids`, each within the vocabulary. Raises ApiError 400."""
-        if ids and not (min(ids) >= 0 and max(ids) < self._vocab):
-            wrong = next(id for id in ids if not 0 <= id < self._vocab)
-            raise invalid(field, f"token id {shown(wrong)} is out of range; this model has ids 0 to {self._vocab - 1}")
-        return ids
+            raise invalid("messages", f"are refused by the model's chat template: {error}") from None
 
     def _check_size(self, field: str, *texts: str) -> None:
         """A text of more bytes than the context can hold of the longest token is too long, whatever its tokens are."""
@@ -99,27 +96,40 @@ class Prompts:
         if size <= limit < 4 * size:  # a character has up to four bytes: they are counted only when it can matter
             size = sum(len(text.encode()) for text in texts)
         if size > limit:
-            raise too_long(field, self._max_len, f"a text of {size} bytes has more")
+            raise too_long(field, self._max_len, f"{field}, a text of {size} bytes, has more")
 
-    async def _run(self, characters: int, work: Callable[[], T]) -> T:
-        if characters <= LONG_TEXT:
+    async def _run(self, size: int, work: Callable[[], T]) -> T:
+        if size <= LONG_TEXT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
+def check_ids(field: str, ids: Sequence[int], vocab: int) -> Sequence[int]:
+    """`ids`, each within a vocabulary of `vocab`. Raises ApiError 400."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab):
+        wrong = shown(next(id for id in ids if not 0 <= id < vocab))
+        raise invalid(field, f"holds token id {wrong}, which is out of range; this model has ids 0 to {vocab - 1}")
+    return ids
+
+
 def too_long(field: str, max_len: int, what: str) -> ApiError:
-    return invalid(
-        field, f"this model's maximum context length is {max_len} tokens, and {what}", "context_length_exceeded"
-    )
+    message = f"this model's maximum context length is {max_len} tokens, but {what}"
+    return ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 def _turn(number: int, message: ChatMessage) -> dict[str, str]:
     """A message as the template sees it: parts joined by newlines; "developer" is the newer name of "system"."""
     where = f"messages[{number}]"
     if message.tool_calls:
-        raise invalid(f"{where}.tool_calls", "tools are not supported by this version", "unsupported_parameter")
+        raise invalid(
+            f"{where}.tool_calls", "are not supported by this version: there are no tools", "unsupported_parameter"
+        )
     if message.role in ("tool", "function"):
-        raise invalid(f"{where}.role", f"{message.role!r} is not supported by this version", "unsupported_parameter")
+        raise invalid(
+            f"{where}.role",
+            f"is {message.role!r}, which is not supported by this version: there are no tools",
+            "unsupported_parameter",
+        )
     if message.content is None:
         raise invalid(f"{where}.content", "is required", "missing_required_parameter")
     turn = {
@@ -137,7 +147,7 @@ def _content(where: str, content: str | list[ContentPart]) -> str:
     texts = []
     for number, part in enumerate(content):
         if part.type != "text":
-            message = f'"{shown(part.type)}" is not supported; this model reads parts of type "text"'
+            message = f'is "{shown(part.type)}", which is not supported; this model reads parts of type "text"'
             raise invalid(f"{where}.content[{number}].type", message, "unsupported_parameter")
         if part.text is None:
             raise invalid(f"{where}.content[{number}].text", "is required", "missing_required_parameter")

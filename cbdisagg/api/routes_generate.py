@@ -32,7 +32,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     asked = await service.read(request, CompletionRequest)
     service.check_model(asked.model)
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        raise invalid("best_of", f"{asked.best_of} is not n, which is {asked.n or 1}; answers are not ranked here")
+        raise invalid(
+            "best_of",
+            f"is {asked.best_of}, but n is {asked.n or 1}; answers are not ranked here, so they must be equal",
+        )
     limits = service.config.limits
     logprobs = alternatives("logprobs", asked.logprobs, limits)
     scores = alternatives("prompt_logprobs", asked.prompt_logprobs, limits)
@@ -81,7 +84,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 def _chat_length(asked: ChatRequest) -> tuple[str, int | None]:
     if asked.max_tokens == 0:
-        raise invalid("max_tokens", "0 leaves nothing to answer; ask for at least 1")
+        raise invalid("max_tokens", "is 0, which leaves nothing to answer; ask for at least 1")
     if asked.max_completion_tokens is not None:
         return "max_completion_tokens", asked.max_completion_tokens
     return "max_tokens", asked.max_tokens

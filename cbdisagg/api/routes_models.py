@@ -10,6 +10,7 @@ from aiohttp import web
 from cbdisagg.api.errors import JSON, ApiError, error_response, invalid
 from cbdisagg.api.metrics import CONTENT_TYPE
 from cbdisagg.api.openapi import document
+from cbdisagg.api.prompts import check_ids
 from cbdisagg.api.schemas_requests import DetokenizeRequest, TokenizeRequest
 from cbdisagg.api.schemas_responses import Detokenized, ModelEntry, ModelList, Status, Tokenized, Version
 from cbdisagg.api.service import SERVICE, Service
@@ -59,7 +60,7 @@ async def tokenize(request: web.Request) -> web.Response:
     asked = await service.read(request, TokenizeRequest)
     service.check_model(asked.model)
     if (asked.prompt is None) == (asked.messages is None):
-        raise invalid("prompt", "give prompt or messages, and only one of them")
+        raise invalid("prompt", "or messages must be given, and only one of them")
     if asked.prompt is not None:
         ids = await service.prompts.encode(asked.prompt, special=asked.add_special_tokens is not False)
     else:
@@ -78,8 +79,8 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     asked = await service.read(request, DetokenizeRequest)
     service.check_model(asked.model)
-    ids = service.prompts.check_ids("tokens", asked.tokens)
-    return answer(Detokenized(service.tokenizer.decode(ids, skip_special=False)))
+    ids = check_ids("tokens", asked.tokens, service.model.vocab)
+    return answer(Detokenized(await service.prompts.decode(ids)))
 
 
 async def openapi(request: web.Request) -> web.Response:

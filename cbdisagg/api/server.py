@@ -43,6 +43,10 @@ HANDLERS: dict[Endpoint, Handler] = {
     openapi.VERSION: routes_models.version,
     openapi.OPENAPI: routes_models.openapi,
 }
+_UNSERVED = {
+    "/v1/responses": "the Responses API is not supported by this version; use /v1/chat/completions",
+    "/v1/embeddings": "embeddings are not supported by this version",
+}
 _OPEN = frozenset(endpoint.path for endpoint in openapi.ENDPOINTS if endpoint.open)
 
 
@@ -132,6 +136,8 @@ def _guard(api_key: str) -> Middleware:
 
 def _from_http(request: web.Request, error: web.HTTPException) -> web.Response:
     """aiohttp's own refusals (no such path, wrong method) in our shape, with the headers that belong to them."""
+    if error.status == 404 and request.path in _UNSERVED:
+        return error_response(ApiError(400, _UNSERVED[request.path], code="unsupported_endpoint"))
     if error.status == 404:
         message = f"there is nothing at {shown(request.path)}; GET /openapi.json lists what there is"
     elif error.status == 405:

@@ -23,7 +23,7 @@ COMPLETION_REFUSALS = [
     ({"max_tokens": True}, "max_tokens", "int"),
     ({"max_tokens": 10**30}, "max_tokens", "maximum context length"),
     ({"max_tokens": 2**31 - 1}, "max_tokens", "maximum context length"),
-    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "9 is more than max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "is 9, more than max_tokens"),
     ({"temperature": -1}, "temperature", ">= 0"),
     ({"temperature": 1e308}, "temperature", "<= 100"),
     ({"temperature": "1"}, "temperature", "float"),
@@ -40,7 +40,7 @@ COMPLETION_REFUSALS = [
     ({"n": 0}, "n", ">= 1"),
     ({"n": 5}, "n", "at most 4"),
     ({"n": 10**40}, "n", "at most 4"),
-    ({"best_of": 2}, "best_of", "not n"),
+    ({"best_of": 2}, "best_of", "n is 1"),
     ({"logprobs": 6}, "logprobs", "at most 5"),
     ({"logprobs": -1}, "logprobs", ">= 0"),
     ({"prompt_logprobs": 6}, "prompt_logprobs", "at most 5"),
@@ -49,7 +49,7 @@ COMPLETION_REFUSALS = [
     ({"stop": ["a", "b", "c"]}, "stop", "at most 2"),
     ({"stop": "x" * 9}, "stop", "at most 8"),
     ({"stop": 5}, "stop", "str"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids", "-1 is out of range"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "holds token id -1, which is out of range"),
     ({"stop_token_ids": [10**9]}, "stop_token_ids", "out of range"),
     ({"stop_token_ids": [2**63], "min_tokens": 2}, "stop_token_ids", "out of range"),
     ({"stop_token_ids": [1.5]}, "stop_token_ids[0]", "int"),
@@ -77,8 +77,8 @@ COMPLETION_REFUSALS = [
     ({"prompt": ["a", ""]}, "prompt", "empty"),
     ({"prompt": ["a"] * 4}, "prompt", "1 to 3"),
     ({"prompt": [[]]}, "prompt", "empty"),
-    ({"prompt": [-1]}, "prompt", "-1 is out of range"),
-    ({"prompt": [9, 2**64]}, "prompt", "18446744073709551616 is out of range"),
+    ({"prompt": [-1]}, "prompt", "holds token id -1, which is out of range"),
+    ({"prompt": [9, 2**64]}, "prompt", "18446744073709551616, which is out of range"),
     ({"prompt": [1.5]}, "prompt[0]", "float"),
     ({"prompt": ["a", 1]}, "prompt[1]", "token id among prompts"),
     ({"prompt": [[9], [-3]]}, "prompt[1]", "out of range"),
@@ -111,7 +111,11 @@ CHAT_REFUSALS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "image_url"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
     ({"messages": [{"role": "user", "content": "sea" * 20_000}]}, "messages", "maximum context length"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls", "tools"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "not supported",
+    ),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", ">= 1"),
     ({"max_completion_tokens": 500}, "max_completion_tokens", "maximum context length"),
@@ -269,7 +273,10 @@ async def test_unknown_models_paths_and_methods(serve):
         for stream in (False, True):
             status, body = await http.post(path, model="none", stream=stream, **fields)
             assert (status, body["error"]["code"]) == (404, "model_not_found")
-    assert (await http.post("/v1/responses", input="x"))[0] == 404
+    assert (await http.post("/v1/no/such/thing"))[0] == 404
+    status, body = await http.post("/v1/responses", input="x")
+    assert (status, body["error"]["code"]) == (400, "unsupported_endpoint")
+    assert "Responses API" in body["error"]["message"]
     assert (await http.get(COMPLETIONS))[0] == 405
     assert (await http.post("/health"))[1]["error"]["message"].startswith("POST is not served")
 
