@@ -1,0 +1,94 @@
+"""In bfloat16 a request's log probabilities are bitwise the same alone, in company, in mixed steps and however cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cbdisagg_kernels.linear import PackedLinear, has_packed_form
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from cbdisagg.engine.build import build_runner, describe
+from cbdisagg.messages import Sampling
+
+PAGE = 8
+BF16 = pytest.mark.skipif(
+    not has_packed_form(torch.device("cpu"), torch.bfloat16), reason="oneDNN has no bfloat16 products on this CPU"
+)
+
+
+@BF16
+@pytest.mark.parametrize(("outputs", "inputs"), [(192, 576), (576, 1536), (256, 4096)])
+def test_a_row_of_a_product_does_not_depend_on_how_many_there_are(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    linear = PackedLinear(torch.randn(outputs, inputs).bfloat16())
+    x = torch.randn(256, inputs).bfloat16()
+    alone = torch.cat([linear(row[None]) for row in x[:40]])
+    for rows in (2, 3, 5, 8, 16, 23, 24, 33, 64, 100, 256):
+        assert torch.equal(linear(x[:rows])[:40], alone[:rows]), rows
+
+
+@BF16
+def test_parts_of_a_product_add_up() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(64, 3000).bfloat16(), torch.randn(64).bfloat16(), torch.randn(5, 3000).bfloat16()
+    whole = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    assert torch.allclose(PackedLinear(weight, bias)(x).double(), whole, rtol=2e-2, atol=1.0)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grouped queries, and a feed-forward layer wide enough for oneDNN to cut its sums."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=96,
+        intermediate_size=1536,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@BF16
+@pytest.mark.parametrize("threads", [1, 2])
+def test_company_and_cuts_change_no_bit(
+    wide_model: Path, drive: Callable[..., Any], make_sequence: Any, threads: int
+) -> None:
+    import numpy as np
+
+    info = describe(wide_model, "bfloat16")
+    memory = np.zeros((info.layers, 400, info.page_bytes(PAGE)), np.uint8)
+    runner = build_runner(wide_model, "bfloat16", memory, PAGE, 256, threads)
+
+    class Pages:
+        pages = 400
+
+    def sequence(length: int) -> Any:
+        sampling = Sampling(max_tokens=20, temperature=0.8, seed=length, logprobs=5, prompt_logprobs=2)
+        return make_sequence([(7 * n + length) % 300 for n in range(length)], sampling)
+
+    lengths = [1, 7, 8, 9, 33, 64, 65, 100, 130]
+    alone = {n: drive(Pages, [sequence(n)], runner=runner)[0] for n in lengths}
+    chance = random.Random(5)
+    for seed in range(3):
+        order = chance.sample(lengths, len(lengths))
+        crowd = [sequence(n) for n in order]
+        for position, each in enumerate(crowd):
+            each.start_step = position // 2  # prompts of the later ones ride with tokens of the earlier ones
+        drive(Pages, crowd, seed, runner=runner, chunk=lambda: chance.choice([1, 3, 8, 17, 60]))
+        for n, each in zip(order, crowd, strict=True):
+            assert each.output == alone[n].output, n
+            assert each.logprobs == alone[n].logprobs, n
+            assert each.prompt_logprobs == alone[n].prompt_logprobs, n
