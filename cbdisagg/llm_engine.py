@@ -124,6 +124,7 @@ class Engine:
             try:
                 await together([request.follow(sequence) for sequence in request.sequences])
             finally:
+                request.abort()  # a follower that was cancelled before its first step has not cancelled its stream
                 del self._requests[id]
             return request.output()
         finally:
@@ -170,13 +171,15 @@ def settings(model: str | Path | None, config: Config | str | Path | None, overr
     if model is not None:
         path = str(Path(model).expanduser().absolute()) if _is_path(model) else ""
         given += [f"model.path={_toml(path)}", f"model.name={_toml('' if path else str(model))}"]
-    if not isinstance(config, Config):
-        return load_config(None if config is None else Path(config), given)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "Config.toml"
-        file.touch(mode=0o600)
-        file.write_text(print_config(config), encoding="utf-8")
-        return load_config(file, given)
+    try:
+        if not isinstance(config, Config):
+            return load_config(None if config is None else Path(config), given)
+        with tempfile.TemporaryDirectory() as folder:  # private, as mkdtemp makes it: there may be a key in it
+            file = Path(folder) / "Config"
+            file.write_text(print_config(config), encoding="utf-8")
+            return load_config(file, given)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--set", "keyword argument", 1)) from None
 
 
 def _flat(overrides: Mapping[str, Any]) -> list[tuple[str, Any]]:
