@@ -462,6 +462,7 @@ class PeerDown(Struct, frozen=True, tag=True):
     name: str
     incarnation: int
     cause: str
+    kind: Literal["worker", "api", "coordinator"] = "worker"
 
 
 class Reported(Struct, frozen=True, tag=True):

@@ -163,7 +163,7 @@ class Supervisor:
         child.ends += 1
         self._tidy(child)
         self._mailbox.forget(child.incarnation)
-        down = PeerDown(child.name, child.incarnation, why)
+        down = PeerDown(child.name, child.incarnation, why, child.kind)
         self._dead.append(down)
         self._tell_coordinator(down)
         if not self.is_ready and child.ends >= STARTS_TRIED:

@@ -120,9 +120,9 @@ class CoordinatorCore:
                 self._paired(pair)
             case Up():
                 self._up(sender, message)
-            case PeerDown(name, incarnation):
+            case PeerDown(name, incarnation, kind=kind):
                 self.supervisors[sender.incarnation] = sender
-                self._leave(name, incarnation, restarted=True)
+                self._leave(name, incarnation, kind)
             case Reported(host):
                 self.supervisors[sender.incarnation] = sender
                 self.reported.add(host)
@@ -214,7 +214,7 @@ class CoordinatorCore:
 
     def _links(self) -> list[Link]:
         links = []
-        for pair in self.pairs.values():
+        for pair in self._living_pairs():
             pool = self.workers[pair.decode.incarnation].info.pool
             if pair.kind and not self.workers[pair.prefill.incarnation].suspect:
                 token_bytes = pool.layers * pool.page_bytes // self.workers[pair.decode.incarnation].info.page_size
@@ -242,11 +242,14 @@ class CoordinatorCore:
         self.workers[address.incarnation] = Member(info, self._now, self._now, Residency(info.pool.pages))
         self._broadcast()
 
-    def _leave(self, name: str, incarnation: int, restarted: bool) -> None:
+    def _leave(self, name: str, incarnation: int, kind: str) -> None:
+        """Told again to each new coordinator, so the counts go on where the last one's ended."""
+        if (name, incarnation) in self.dead:
+            return
         self.dead[(name, incarnation)] = None
         while len(self.dead) > _DEAD_KEPT:
             del self.dead[next(iter(self.dead))]
-        if incarnation in self.workers and restarted:
+        if kind == "worker":
             self.restarts[name] = self.restarts.get(name, 0) + 1
         self.apis.pop(incarnation, None)
         self._remove(incarnation)
@@ -262,10 +265,16 @@ class CoordinatorCore:
         }
 
     def _paired(self, pair: Pair) -> None:
+        """Kept even if one end has not said Hello yet: after a restart they come in any order."""
         ends = (pair.prefill.incarnation, pair.decode.incarnation)
-        if all(end in self.workers for end in ends) and self.pairs.get(ends) != pair:
+        dead = any((end.name, end.incarnation) in self.dead for end in (pair.prefill, pair.decode))
+        if not dead and self.pairs.get(ends) != pair:
             self.pairs[ends] = pair
             self._broadcast()
+
+    def _living_pairs(self) -> list[Pair]:
+        """Pairs whose ends are both members."""
+        return [pair for ends, pair in self.pairs.items() if all(end in self.workers for end in ends)]
 
     def _load(self, sender: Address, load: Load) -> None:
         member = self.workers.get(sender.incarnation)
@@ -300,7 +309,7 @@ class CoordinatorCore:
             term=self.address.incarnation,
             apis=tuple(self.apis.values()),
             workers=tuple(member.info for member in self.workers.values() if not member.suspect),
-            pairs=tuple(self.pairs.values()),
+            pairs=tuple(self._living_pairs()),
             dead=tuple(self.dead),
         )
         receivers = [*self.supervisors.values(), *(member.address for member in self.workers.values())]
@@ -319,7 +328,7 @@ class CoordinatorCore:
             if role not in roles:
                 return False, f"no {role} worker is running"
         if self.config.policy.mode != "aggregate" and {"prefill", "decode"} <= roles:
-            reached = {pair.decode.incarnation for pair in self.pairs.values() if pair.kind}
+            reached = {pair.decode.incarnation for pair in self._living_pairs() if pair.kind}
             for member in serving:
                 if member.info.role == "decode" and member.address.incarnation not in reached:
                     return False, f"no transport from a prefill worker to {member.address.name} has been tested yet"

@@ -100,7 +100,7 @@ def check_coordinator(core: CoordinatorCore) -> None:
         _require(key not in core.dead, f"{key} is a member and dead")
     for pair in core.pairs.values():
         for end in (pair.prefill, pair.decode):
-            _require(end.incarnation in core.workers, f"a pair names {end.name}, which is no member")
+            _require((end.name, end.incarnation) not in core.dead, f"a pair names {end.name}, which is dead")
     for placed in core.placed.values():
         _require(
             placed.decode.incarnation in core.workers, f"a request is placed on {placed.decode.name}, a non-member"
