@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from cbdisagg.api import openapi, routes_generate, routes_models
@@ -77,11 +78,29 @@ def make_runner(app: web.Application, config: Config, *, grace_s: float = 1.0) -
         app,
         handler_cancellation=True,
         access_log=None,
+        logger=_http_log(),
         max_line_size=header_bytes,
         max_field_size=header_bytes,
         handle_signals=False,
         shutdown_timeout=grace_s,
     )
+
+
+def _http_log() -> logging.Logger:
+    """For what aiohttp logs itself. Bytes that are no HTTP are a client's doing: one line, not a traceback."""
+
+    def shorten(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            record.msg, record.args = "not HTTP, or too large: %s", (shown(error.message),)
+            record.exc_info = None
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+        return True
+
+    http_log = logging.getLogger("cbdisagg.api.http")
+    if not http_log.filters:
+        http_log.addFilter(shorten)
+    return http_log
 
 
 @web.middleware

@@ -150,7 +150,7 @@ async def test_one_line_in_the_log_for_each_request(serve, caplog, tokenizer):
     assert "path=/nowhere\\nfake status=404 prompt_tokens=0" in lines[1]
 
 
-async def test_large_headers_are_refused_by_status(serve):
+async def test_large_headers_are_refused_by_status(serve, caplog):
     http = await serve(FakeClient(), config=Config(limits=Limits(header_kb=8)))
     async with http.session.get(http.url + "/health", headers={"x-big": "a" * 7000}) as response:
         assert response.status == 200
@@ -158,6 +158,10 @@ async def test_large_headers_are_refused_by_status(serve):
         assert response.status == 400
     async with http.session.get(http.url + "/" + "a" * 9000) as response:
         assert response.status in (400, 414)
+    own = [record for record in caplog.records if record.name == "cbdisagg.api.http"]
+    assert len(own) == 2
+    assert all(record.levelname == "WARNING" and record.exc_info is None for record in own)
+    assert all(len(record.getMessage()) < 200 for record in own)
 
 
 async def test_metrics_of_sequences(serve, tokenizer):
