@@ -293,7 +293,7 @@ class WorkerCore:
             needed = request.pages_for(len(request.tokens)) - len(hit)
             if self._fits(needed, hit):
                 self._start(request, hit)
-            elif not self._waits_for_peers(needed):
+            elif not self._waits_for_peers(needed, hit):
                 return
             elif request.job is not None:
                 self._decline(request)
@@ -319,17 +319,20 @@ class WorkerCore:
         """Running requests keep what they need for the tokens that they already have, and a page each to grow."""
         running = self.scheduler.running.values()
         promised = sum(max(0, r.pages_for(len(r.tokens)) - len(r.pages)) for r in running)
-        available = self.pages.available() - promised - sum(page in self.pages.cached for page in hit)
-        return not self._full and admissible(needed, available, len(running))
+        return not self._full and admissible(needed, self._available_beside(hit) - promised, len(running))
 
-    def _waits_for_peers(self, needed: int) -> bool:
+    def _available_beside(self, hit: list[Page]) -> int:
+        """Pages that can be taken by a request that also pins its hit, which may be cached pages now."""
+        return self.pages.available() - sum(page in self.pages.cached for page in hit)
+
+    def _waits_for_peers(self, needed: int, hit: list[Page]) -> bool:
         """What it lacks, places or pages, is not held by requests that run here."""
         if self.scheduler.flights or self.scheduler.pushes:
             return False
         if self._full:
             return not self.scheduler.running
         held = sum(len(request.pages) for request in self.scheduler.running.values())
-        return needed > self.pages.available() + held
+        return needed > self._available_beside(hit) + held
 
     def _start(self, request: Request, hit: list[Page]) -> None:
         """It leaves the queue: computed here from its prefix hit on, or in pages reserved for a prefill worker."""
