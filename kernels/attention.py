@@ -4,7 +4,7 @@ Knows one layer of the pool, `[page, K|V, kv_head, slot, head_dim]`, and page nu
 is the same in every layer (indices, masks) is planned once a step. The new tokens' keys and values are in the pool
 already.
 
-Three things make it fast on a CPU. Pages are gathered by `index_select` of whole (page, K|V, head) planes, which lands
+Three things make it fast on a CPU. Pages are gathered by one `index_select`, which reads each page in a row and lands
 each head's keys as one matrix; advanced indexing copies element by element and takes 25 times as long. The query heads
 that share a KV head are folded into the rows of one matrix product. The gathered copy is kept small enough for the
 cache.
@@ -38,7 +38,7 @@ class DecodeGroup:
     first: int
     count: int
     keys: int  # slots gathered for each, padded to the longest
-    planes: Tensor  # int32 [2 * count * kv_heads * pages]: (page, K|V, head) planes in the order K|V, row, head, page
+    pages: Tensor  # int32 [count * pages of the longest], each row's in order
     mask: Tensor  # [count, 1, keys]: 0 where there is a token, else -inf
 
 
@@ -49,7 +49,7 @@ class Chunk:
     first: int
     count: int
     start: int
-    planes: Tensor  # int32 [2 * kv_heads * pages]
+    pages: Tensor  # int32 [pages], in order
 
 
 class Attention(Protocol):
@@ -66,8 +66,7 @@ class TorchAttention:
 
     def __init__(self, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
         self.kv_heads, self.page_size, self.head_dim, self.dtype = kv_heads, page_size, head_dim, dtype
-        self.plane_elements = page_size * head_dim
-        self.page_bytes = 2 * kv_heads * self.plane_elements * dtype.itemsize
+        self.page_elements = 2 * kv_heads * page_size * head_dim
         self.gathered = torch.empty(0, dtype=dtype)
         self.causal = torch.full((BLOCK_ROWS, BLOCK_ROWS), -torch.inf, dtype=dtype).triu_(1)
 
@@ -79,7 +78,7 @@ class TorchAttention:
         """
         counts = [-(-length // self.page_size) for length in lengths]
         groups, begin = [], 0
-        for end in _cuts(counts, max_pages=max(1, GATHER_BYTES // self.page_bytes)):
+        for end in _cuts(counts, max_pages=max(1, GATHER_BYTES // (self.page_elements * self.dtype.itemsize))):
             groups.append(self._group(first + begin, pages[begin:end, : counts[end - 1]], lengths[begin:end]))
             begin = end
         return groups
@@ -88,40 +87,36 @@ class TorchAttention:
         count, keys = pages.shape[0], pages.shape[1] * self.page_size
         behind = torch.arange(keys)[None, :] >= torch.tensor(lengths)[:, None]
         mask = torch.zeros(count, keys, dtype=self.dtype).masked_fill_(behind, -torch.inf)
-        return DecodeGroup(first, count, keys, self._planes(pages), mask[:, None])
+        return DecodeGroup(first, count, keys, pages.reshape(-1), mask[:, None])
 
     def plan_chunk(self, first: int, count: int, start: int, pages: Tensor) -> Chunk:
         """`pages` int32 [pages]: those of tokens [0, start + count), in order."""
-        return Chunk(first, count, start, self._planes(pages[None]))
+        return Chunk(first, count, start, pages)
 
-    def _planes(self, pages: Tensor) -> Tensor:
-        """[sequences, pages] -> flat (page, K|V, head) plane numbers in the order K|V, sequence, head, page."""
-        heads = torch.arange(self.kv_heads, dtype=torch.int32)
-        keys = pages[:, None, :] * (2 * self.kv_heads) + heads[None, :, None]
-        return torch.stack((keys, keys + self.kv_heads)).view(-1)
-
-    def _gather(self, layer: Tensor, planes: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [sequences * kv_heads, keys, head_dim]. Overwritten by the next call."""
-        needed = planes.numel() * self.plane_elements
+    def _gather(self, layer: Tensor, pages: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [kv_heads * sequences, keys, head_dim], heads outermost; the next call overwrites."""
+        needed = len(pages) * self.page_elements
         if self.gathered.numel() < needed:
             self.gathered = torch.empty(needed, dtype=self.dtype)
-        target = self.gathered[:needed].view(-1, self.plane_elements)
-        torch.index_select(layer.view(-1, self.plane_elements), 0, planes, out=target)
-        keys, values = target.view(2, sequences * self.kv_heads, -1, self.head_dim).unbind(0)
+        planes = self.gathered[:needed].view(2 * self.kv_heads, len(pages), -1)  # K of each head, then V of each
+        torch.index_select(layer.view(len(layer), 2 * self.kv_heads, -1), 0, pages, out=planes.transpose(0, 1))
+        keys, values = planes.view(2, self.kv_heads * sequences, -1, self.head_dim).unbind(0)
         return keys, values
 
     def decode(self, query: Tensor, layer: Tensor, group: DecodeGroup, out: Tensor) -> None:
         """Fill the group's rows of `out` [rows, heads, head_dim]."""
         rows = slice(group.first, group.first + group.count)
-        keys, values = self._gather(layer, group.planes, group.count)
-        folded = (group.count * self.kv_heads, -1, self.head_dim)
-        scores = torch.bmm(query[rows].view(folded), keys.transpose(1, 2))
-        scores.view(group.count, -1, group.keys).add_(group.mask)
-        torch.bmm(scores.softmax(-1), values, out=out[rows].view(folded))
+        keys, values = self._gather(layer, group.pages, group.count)
+        apart = (group.count, self.kv_heads, -1, self.head_dim)
+        folded = query[rows].view(apart).transpose(0, 1).reshape(self.kv_heads * group.count, -1, self.head_dim)
+        scores = torch.bmm(folded, keys.transpose(1, 2))
+        scores.view(self.kv_heads, group.count, -1, group.keys).add_(group.mask)
+        attended = torch.bmm(scores.softmax(-1), values).view(self.kv_heads, group.count, -1, self.head_dim)
+        out[rows].view(apart).copy_(attended.transpose(0, 1))
 
     def chunk(self, query: Tensor, layer: Tensor, chunk: Chunk, out: Tensor) -> None:
         """Fill the chunk's rows of `out`: each row sees all keys up to its own."""
-        keys, values = self._gather(layer, chunk.planes, 1)
+        keys, values = self._gather(layer, chunk.pages, 1)
         heads = query.shape[1]
         seen = chunk.start + chunk.count
         block = max(1, min(BLOCK_ROWS, SCORE_BYTES // (heads * seen * self.dtype.itemsize)))

@@ -22,7 +22,8 @@ from cbdisagg.engine.families import Spec, check_family, spec_of, weights_of
 from cbdisagg.engine.kv import LAYOUT, KvShape, pool_tensor
 from cbdisagg.engine.model import Decoder
 from cbdisagg.engine.runner import TorchRunner
-from cbdisagg.engine.weights import load, weight_files
+from cbdisagg.engine.weight_files import weight_files
+from cbdisagg.engine.weights import load
 
 CPU = torch.device("cpu")
 SAMPLES = 16
