@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import replace
 
-from cbdisagg.api.client import Stream
+from cbdisagg.api.client import RequestRejected, Stream
 from cbdisagg.api.together import together
 from cbdisagg.api.tokenizer import Tokenizer
 from cbdisagg.config import Config, ConfigError
@@ -31,6 +31,7 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's {"prompt": text} or {"prompt_token_ids": ids}."""
 Message: TypeAlias = Mapping[str, Any]
 
+TOO_MANY = 429
 SHORT_NAMES = {"dtype": "model.dtype", "max_model_len": "model.max_len", "served_model_name": "model.served_name"}
 """vLLM's names for keys of ours."""
 
@@ -52,8 +53,9 @@ class Engine:
         self.config = config
         self.service = Service(config)
         self.tokenizer: Tokenizer
-        # More would be refused: so many may wait for a worker, and all that are under way might.
-        self._places = asyncio.Semaphore(max(config.policy.queue_limit, config.limits.n))
+        # So many may wait for a worker before more are refused. The coordinator counts a request twice until the worker
+        # it went to has told of it, hence the half.
+        self._places = asyncio.Semaphore(max(config.policy.queue_limit // 2, config.limits.n))
         self._turn = asyncio.Lock()
         self._targets = Targets(config.targets.ttft_ms / 1000, config.targets.tpot_ms / 1000)
         self._numbers = count()
@@ -119,16 +121,25 @@ class Engine:
                     self._release(taken)
                     raise
         try:
-            request = Request(id, job.text, job.ids, job.params, self.tokenizer, self._submit(job), on_change)
-            self._requests[id] = request
-            try:
-                await together([request.follow(sequence) for sequence in request.sequences])
-            finally:
-                request.abort()  # a follower that was cancelled before its first step has not cancelled its stream
-                del self._requests[id]
-            return request.output()
+            while True:
+                try:
+                    return await self._attempt(job, on_change, id)
+                except RequestRejected as refusal:
+                    if refusal.status != TOO_MANY:
+                        raise
+                    await asyncio.sleep(refusal.retry_after_s)  # others fill the queue; it said when to come again
         finally:
             self._release(job.params.n)
+
+    async def _attempt(self, job: Job, on_change: Callable[[Request], None], id: str) -> RequestOutput:
+        request = Request(id, job.text, job.ids, job.params, self.tokenizer, self._submit(job), on_change)
+        self._requests[id] = request
+        try:
+            await together([request.follow(sequence) for sequence in request.sequences])
+            return request.output()
+        finally:
+            request.abort()  # a follower that was cancelled before its first step has not cancelled its stream
+            del self._requests[id]
 
     async def generate_all(self, jobs: Sequence[Job], on_done: Callable[[], None]) -> list[RequestOutput]:
         """All outputs in order. The first failure cancels the rest and is raised."""

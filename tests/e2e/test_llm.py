@@ -111,13 +111,13 @@ def test_several_threads_may_ask_at_once(llm: LLM) -> None:
 
 def test_a_stream_survives_its_worker(llm: LLM) -> None:
     """The decode worker is killed while it writes: the same tokens come, and none of them twice."""
-    params = SamplingParams(temperature=0.8, seed=11, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=60, ignore_eos=True)
     [calm] = llm.generate(PROMPTS[1], params)
     engine = llm._engine
     killed = []
 
     def kill(request: Any) -> None:
-        if request.sequences[0].stream.received >= 20 and not killed:
+        if request.sequences[0].stream.received >= 10 and not killed:
             killed.extend(child for child in children(engine.service._supervisor) if "decode" in command(child))
             for child in killed:
                 child.kill()
