@@ -56,7 +56,8 @@ def decode_body(data: bytes, kind: type[T], *, max_depth: int) -> T:
     try:
         fields = _raw_fields.decode(data)
         _check_names(fields, kind)
-        return _decoder(kind).decode(data)
+        body: T = _decoder(kind).decode(data)
+        return body
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), data) from None
     except msgspec.DecodeError as error:

@@ -24,7 +24,7 @@ WINDOW_S = 60.0
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
-prometheus_client.disable_created_metrics()  # one line less for every series; nobody reads them
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # one line less for every series; nobody reads them
 
 
 class Metrics:
