@@ -149,7 +149,8 @@ class Engine:
             on_done()
             return output
 
-        return await together([one(job) for job in jobs])
+        outputs: list[RequestOutput] = await together([one(job) for job in jobs])
+        return outputs
 
     async def abort(self, id: str) -> None:
         request = self._requests.get(id)
