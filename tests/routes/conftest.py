@@ -11,8 +11,11 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from routes_fields import DRAWN, GREEDY, PROMPT, make_fields
 from routes_models import CONFIGS, TinyModel, make_model
-from routes_world import World
+from routes_world import Answer, World
+
+from cbdisagg.messages import Sampling
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +49,22 @@ def new_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     yield make
     for world in made:
         world.close()
+
+
+@pytest.fixture(scope="session")
+def alone(
+    models: Callable[[str], TinyModel], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Sampling, Answer]]:
+    """Every sampling field on one worker that serves one sequence at a time and keeps no prefix: (asked, got)."""
+    world = World(tmp_path_factory.mktemp("alone"), models("llama-gqa"), ["any"], max_batch=1, prefix_cache=False)
+    world.submit(PROMPT, DRAWN)
+    (drawn,) = world.run()
+    asked = {"greedy": GREEDY, "drawn": DRAWN, **make_fields(drawn.ids)}
+    for sampling in asked.values():
+        world.submit(PROMPT, sampling)
+    answers = world.run()
+    world.close()
+    return {name: (sampling, answer) for (name, sampling), answer in zip(asked.items(), answers, strict=True)}
 
 
 @pytest.fixture(autouse=True)

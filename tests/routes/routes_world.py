@@ -54,6 +54,7 @@ from cbdisagg.messages import (
     Role,
     Sampling,
     StepPlan,
+    Submit,
     Suspect,
     Targets,
     ToApi,
@@ -70,7 +71,7 @@ HOST = "here"
 TARGETS = Targets(ttft_s=1.0, tpot_s=0.05)
 STEP_S, TOKEN_S, EVENT_S = 0.004, 0.0005, 0.0001
 IDLE_TICKS = 100
-"""After so many wake-ups in a row that change nothing, whoever is waited for will never come."""
+"""After so many wake-ups without a step or a test of a way, what is waited for will never come."""
 LANDING_S = 20.0
 """How long a transport's thread may take to place what is on its way, before that counts as lost."""
 
@@ -216,7 +217,11 @@ class WorkerActor:
 
     def receive(self, sender: Address, body: bytes) -> None:
         message = self._decoder.decode(body)
-        self.world.jobs_with_output += isinstance(message, Prefill) and bool(message.request.output)
+        match message:
+            case Prefill(request=request):
+                self.world.jobs_with_output += bool(request.output)
+            case Submit(request=request):
+                self.world.resumed_with_output += bool(request.output)
         self._handle(FromWorkerInbox(sender, message))
 
     def tick(self) -> None:
@@ -272,6 +277,7 @@ class WorkerActor:
 
     def _step(self) -> None:
         plan = self.steps.popleft()
+        self.world.idle = 0
         try:
             result = self.runner.run(plan, self._push)
         except _Died:
@@ -292,6 +298,7 @@ class WorkerActor:
         self.transfer.push(layer, push)
 
     def _open(self) -> None:
+        self.world.idle = 0
         match self.ways.popleft():
             case Connect(peer):
                 way = self.transfer.connect(peer)
@@ -319,13 +326,15 @@ class World:
         self.workers: dict[str, WorkerActor] = {}
         self.dead: list[WorkerActor] = []
         self.streams: list[Stream] = []
-        self.jobs_with_output = 0  # prompts to prefill elsewhere that have output: they were preempted or resumed
+        self.idle = 0
+        self.jobs_with_output = 0  # prefilled elsewhere with output: preempted or resumed
+        self.resumed_with_output = 0
         self._introduce()
         counts: dict[Role, int] = {}
         for role in roles:
             number = counts[role] = counts.get(role, -1) + 1
             self.start_worker(f"{role}-{number}", role)
-        self.run_until(self._is_ready)
+        self.run_until(self.is_ready)
 
     def new_address(self, name: str) -> Address:
         incarnation = next(_incarnations)
@@ -372,13 +381,10 @@ class World:
         return answers
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        idle = 0
         while not condition():
-            if self.turn():
-                idle = 0
-            else:
-                idle += 1
-                assert idle < IDLE_TICKS, f"nothing happens any more: {self._what_is_left()}"
+            if not self.turn():
+                self.idle += 1
+                assert self.idle < IDLE_TICKS, f"nobody works any more: {self._what_is_left()}"
                 self._ring()
 
     def settle(self) -> None:
@@ -439,7 +445,7 @@ class World:
         self.wire.put(self.supervisor, leader, Reported(HOST))
         self.wire.put(self.supervisor, self.api.address, Lead(leader))
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
         """All workers are listed with a load, and all ways between them have been tested."""
         roles = [worker.core.info.role for worker in self.workers.values()]
         ways = sum(a != "decode" and b != "prefill" for a, b in itertools.permutations(roles, 2))
@@ -450,7 +456,9 @@ class World:
 
     def _what_is_left(self) -> str:
         left = {
-            worker.name: [(r.spec.id.n, r.state.value, len(r.tokens), r.computed) for r in worker.core.requests.values()]
+            worker.name: [
+                (r.spec.id.n, r.state.value, len(r.tokens), r.computed) for r in worker.core.requests.values()
+            ]
             for worker in self.workers.values()
         }
         jobs = {worker.name: list(worker.core.jobs) for worker in self.workers.values()}

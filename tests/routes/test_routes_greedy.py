@@ -101,9 +101,7 @@ def test_the_policy_chooses(model: TinyModel, new_world: NewWorld) -> None:
 @pytest.mark.parametrize("roles", [["any"], ["prefill", "decode"], ["any", "any"]], ids="-".join)
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "separate"])
 @pytest.mark.parametrize("budget", [13, 37])
-def test_chunks_of_odd_lengths(
-    models: Models, new_world: NewWorld, roles: list[str], mixed: bool, budget: int
-) -> None:
+def test_chunks_of_odd_lengths(models: Models, new_world: NewWorld, roles: list[str], mixed: bool, budget: int) -> None:
     """The edges of chunks fall anywhere in pages, with and without decodes in the same step."""
     model = models("llama-gqa")
     world = new_world(model, roles, mixed=mixed, token_budget=budget)
@@ -156,30 +154,38 @@ def test_preemption_on_one_worker(model: TinyModel, new_world: NewWorld) -> None
 
 @pytest.mark.parametrize("kind", ["shm", "zmq"])
 def test_preemption_on_the_decode_worker(model: TinyModel, new_world: NewWorld, kind: str) -> None:
-    """What is preempted is handed over anew, with its output; small prompts of few pages are computed where they are."""
+    """What is preempted is handed over anew, with its output, unless it is short enough to compute where it is."""
     world = new_world(model, ["prefill", "decode"], kind=kind, pages=SMALLEST)
     check(model, CROWD, serve(world, CROWD, LONG), LONG)
     assert world.worker("decode-0").core.reporter.preemptions > 0
     assert world.jobs_with_output > 0
 
 
+CROWD_OF_TWO = CROWD + [make_prompt(length, seed=9) for length in (90, 22, 100, 57, 11, 66, 28, 39)]
+
+
 @pytest.mark.parametrize("kind", ["shm", "zmq"])
-@pytest.mark.parametrize("seed", range(4))
-def test_preemption_on_both_sides(models: Models, new_world: NewWorld, kind: str, seed: int) -> None:
-    """Both workers decode and prefill for each other, and neither has room: sequences and jobs are preempted."""
+@pytest.mark.parametrize("budget", [10, 16, 64])
+def test_preemption_on_both_sides(models: Models, new_world: NewWorld, kind: str, budget: int) -> None:
+    """Both workers decode and prefill for each other, and neither has room: they preempt, decline, hand over anew."""
     model = models("llama-gqa")
-    world = new_world(model, ["any", "any"], kind=kind, pages=SMALLEST, seed=seed)
-    check(model, CROWD, serve(world, CROWD, LONG), LONG)
+    world = new_world(model, ["any", "any"], kind=kind, pages=SMALLEST, token_budget=budget)
+    check(model, CROWD_OF_TWO, serve(world, CROWD_OF_TWO, LONG), LONG)
     assert all(worker.core.reporter.preemptions > 0 for worker in world.workers.values())
+    assert world.local_prefills("declined") > 0
+    assert world.jobs_with_output > 0
 
 
 # ----------------------------------------------------------------------------------------------------- prefixes
 
 STEM = make_prompt(10 * PAGE, seed=2)
-BRANCHES = [
-    STEM + make_prompt(length, seed=3)
-    for length in (1, PAGE - 1, PAGE, 5 * PAGE + 3, 7 * PAGE)  # few enough pages to compute where they are, or not
-] + [STEM[: 4 * PAGE], STEM[: 4 * PAGE + 1], STEM[: 9 * PAGE + 3] + make_prompt(20, seed=4)]
+BRANCHES = (
+    [
+        STEM + make_prompt(length, seed=3)
+        for length in (1, PAGE - 1, PAGE, 5 * PAGE + 3, 7 * PAGE)  # few enough pages to compute where they are, or not
+    ]
+    + [STEM[: 4 * PAGE], STEM[: 4 * PAGE + 1], STEM[: 9 * PAGE + 3] + make_prompt(20, seed=4)]
+)
 
 
 @pytest.mark.parametrize("roles", [["any"], ["prefill", "decode"], ["any", "any"]], ids="-".join)
