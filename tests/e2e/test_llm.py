@@ -129,7 +129,7 @@ def test_a_stream_survives_its_worker(llm: LLM) -> None:
 
 
 async def test_streams_are_cumulative_and_can_be_left_or_aborted() -> None:
-    async with AsyncLLM("smollm2", workers=[{"role": "any"}], **SMALL) as llm:
+    async with AsyncLLM("smollm2", workers=[{"role": "any", "threads": 1}], **SMALL) as llm:
         seen: list[RequestOutput] = [output async for output in llm.generate(PROMPTS[1], GREEDY)]
         assert len(seen) > 1
         for before, after in pairwise(seen):
@@ -173,7 +173,7 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from cbdisagg import LLM, SamplingParams
-    llm = LLM("smollm2", dtype="float32", max_model_len=256, kv={"memory_mb": 64}, workers=[{"role": "any"}])
+    llm = LLM("smollm2", dtype="float32", max_model_len=256, kv={"memory_mb": 64}, workers=[{"role": "any", "threads": 1}])
     print(llm._engine.service._supervisor.pid, llm._engine.service._folder.path, flush=True)
     sys.stdin.readline()
     print(llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].text)
