@@ -173,7 +173,8 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from cbdisagg import LLM, SamplingParams
-    llm = LLM("smollm2", dtype="float32", max_model_len=256, kv={"memory_mb": 64}, workers=[{"role": "any", "threads": 1}])
+    one = [{"role": "any", "threads": 1}]
+    llm = LLM("smollm2", dtype="float32", max_model_len=256, kv={"memory_mb": 64}, workers=one)
     print(llm._engine.service._supervisor.pid, llm._engine.service._folder.path, flush=True)
     sys.stdin.readline()
     print(llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].text)
