@@ -179,13 +179,15 @@ def test_preemption_on_both_sides(models: Models, new_world: NewWorld, kind: str
 # ----------------------------------------------------------------------------------------------------- prefixes
 
 STEM = make_prompt(10 * PAGE, seed=2)
-BRANCHES = (
-    [
-        STEM + make_prompt(length, seed=3)
-        for length in (1, PAGE - 1, PAGE, 5 * PAGE + 3, 7 * PAGE)  # few enough pages to compute where they are, or not
-    ]
-    + [STEM[: 4 * PAGE], STEM[: 4 * PAGE + 1], STEM[: 9 * PAGE + 3] + make_prompt(20, seed=4)]
-)
+BRANCHES = [
+    *(STEM + make_prompt(length, seed=3) for length in (1, PAGE - 1, PAGE, 5 * PAGE + 3, 7 * PAGE)),
+    STEM[: 4 * PAGE],
+    STEM[: 4 * PAGE + 1],
+    STEM[: 9 * PAGE + 3] + make_prompt(20, seed=4),
+    STEM[3 * PAGE :],
+]
+"""What they share with the stem, in pages, is in SHARED; the last has pages of it, but after other tokens."""
+SHARED = (10, 10, 10, 10, 10, 3, 4, 9, 0)
 
 
 @pytest.mark.parametrize("roles", [["any"], ["prefill", "decode"], ["any", "any"]], ids="-".join)
@@ -195,8 +197,7 @@ def test_cached_prefixes(model: TinyModel, new_world: NewWorld, roles: list[str]
     answers = serve(world, BRANCHES)
     check(model, BRANCHES, answers)
     if len(roles) == 1:
-        shared = [10, 10, 10, 10, 10, 3, 4, 9]
-        assert [answer.cached_tokens for answer in answers] == [pages * PAGE for pages in shared]
+        assert [answer.cached_tokens for answer in answers] == [pages * PAGE for pages in SHARED]
     assert world.total("prefix_hits") > 0
 
 

@@ -70,6 +70,19 @@ def test_across_a_preemption(models: Models, new_world: NewWorld, alone: Alone, 
     assert (world.jobs_with_output > 0) == (len(roles) == 2)
 
 
+def test_a_preemption_in_the_middle_of_the_prompt(models: Models, new_world: NewWorld, alone: Alone) -> None:
+    """Some scores of the prompt were there already: all are computed again, and told once."""
+    sampling, expected = alone["prompt_logprobs"]
+    world = new_world(
+        models("llama-gqa"), ["any"], pages=CONTEXT // PAGE, prefix_cache=False, token_budget=3, max_batch=2
+    )
+    world.submit(make_prompt(106, seed=12), Sampling(max_tokens=CONTEXT - 106, temperature=0.0))
+    world.submit(PROMPT, sampling)
+    world.run_until(lambda: world.total("preemptions") > 0)
+    assert len(world.streams[1].output) == 0
+    assert_same(world.run()[1], expected, "prompt_logprobs")
+
+
 def test_opt_across_a_hand_over_and_preemptions(models: Models, new_world: NewWorld) -> None:
     """The same for the other family, all fields in one crowd."""
     model = models("opt")
