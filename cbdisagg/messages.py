@@ -381,6 +381,7 @@ class Load(Struct, frozen=True, tag=True):
 
     `queued_tokens`: prompt tokens still to compute here. `step_s`, `token_s`: a step takes about step_s with running
     sequences alone and token_s more for each prompt token in it. `busy`: it has work, so `counters.steps` must grow.
+    `received` counts the Submits that this coordinator has sent and these numbers include.
     """
 
     busy: bool
@@ -394,6 +395,7 @@ class Load(Struct, frozen=True, tag=True):
     step_s: float
     token_s: float
     counters: Counters
+    received: int = 0
 
 
 class Pair(Struct, frozen=True, array_like=True):

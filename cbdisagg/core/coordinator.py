@@ -41,25 +41,50 @@ from cbdisagg.messages import (
 
 STATS_S = 0.2
 CHECK_S = 1.0
-_UNSEEN_S = 0.05  # a Load sent this long after a route is sure to include it
+_UNSEEN_S = 0.05  # a Load that comes this long after a route is sure to include its job
 _DEAD_KEPT = 256
 
 
 @dataclass(slots=True)
 class Member:
-    """A worker that has said Hello. `unseen`: (time, prompt tokens) routed to it and not yet in its Load."""
+    """A worker that has said Hello, and what was routed to it since its last Load.
+
+    `submitted` counts the Submits sent to it; `unseen` holds (count, prompt tokens) of those that its Load does not
+    include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it may not know yet.
+    """
 
     info: WorkerInfo
     heard_at: float
     progress_at: float
     residency: Residency
     load: Load | None = None
-    unseen: list[tuple[float, int]] = field(default_factory=list)
+    submitted: int = 0
+    unseen: list[tuple[int, int]] = field(default_factory=list)
+    jobs: list[tuple[float, int]] = field(default_factory=list)
     suspect: bool = False
 
     @property
     def address(self) -> Address:
         return self.info.address
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait there: those it has said, and those on their way that will find no free place."""
+        if self.load is None:
+            return len(self.unseen)
+        free = self.info.max_batch - self.load.running - self.load.reserved
+        return self.load.waiting + max(0, len(self.unseen) - max(0, free))
+
+    def submit(self, tokens: int) -> None:
+        self.submitted += 1
+        self.unseen.append((self.submitted, tokens))
+
+    def hear(self, load: Load, now: float) -> None:
+        if self.load is None or load.counters.steps != self.load.counters.steps or not load.busy:
+            self.progress_at = now
+        self.load, self.heard_at = load, now
+        self.unseen = [(count, tokens) for count, tokens in self.unseen if count > load.received]
+        self.jobs = [(at, tokens) for at, tokens in self.jobs if now - at < _UNSEEN_S]
 
 
 @dataclass(slots=True)
@@ -144,7 +169,8 @@ class CoordinatorCore:
         if not self.reported or not views:
             self._reject(api, request, 503, "no worker is ready", 1.0)
             return
-        if sum(view.waiting for view in views) >= self.config.policy.queue_limit:
+        queued = sum(member.queued for member in self.workers.values())
+        if queued >= self.config.policy.queue_limit and not request.submission:  # a stream that runs goes on
             text = f"{self.config.policy.queue_limit} requests are waiting already (policy.queue_limit)"
             self._reject(api, request, 429, text, retry_after(views))
             return
@@ -171,8 +197,11 @@ class CoordinatorCore:
         self.placed[request.id] = Placed(request.submission, decision.decode)
         hashes = split_hashes(request.hashes)
         tokens = (len(request.prompt) + len(request.output)) // 4
-        prefill = self.workers[decision.prefill.incarnation]
-        prefill.unseen.append((self._now, tokens - self._cached(prefill, request)))
+        prefill, decode = (self.workers[end.incarnation] for end in (decision.prefill, decision.decode))
+        missing = tokens - self._cached(prefill, request)
+        decode.submit(missing if prefill is decode else 0)
+        if prefill is not decode:
+            prefill.jobs.append((self._now, missing))
         for end in {decision.prefill.incarnation, decision.decode.incarnation}:
             self.workers[end].residency.add(hashes)
         self._tell(decision.decode, Submit(request, Route(decision.prefill, decision.decode), self.address.incarnation))
@@ -196,7 +225,7 @@ class CoordinatorCore:
                     role=member.info.role,
                     running=load.running + load.reserved,
                     waiting=load.waiting + len(member.unseen),
-                    queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen),
+                    queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen + member.jobs),
                     max_batch=member.info.max_batch,
                     step_s=load.step_s,
                     token_s=load.token_s,
@@ -278,12 +307,8 @@ class CoordinatorCore:
 
     def _load(self, sender: Address, load: Load) -> None:
         member = self.workers.get(sender.incarnation)
-        if member is None:
-            return
-        if member.load is None or load.counters.steps != member.load.counters.steps or not load.busy:
-            member.progress_at = self._now
-        member.load, member.heard_at = load, self._now
-        member.unseen = [(at, tokens) for at, tokens in member.unseen if self._now - at < _UNSEEN_S]
+        if member is not None:
+            member.hear(load, self._now)
 
     def _find_suspects(self) -> None:
         limit = self.config.policy.suspect_s
@@ -305,6 +330,9 @@ class CoordinatorCore:
         self._broadcast()
 
     def _broadcast(self) -> None:
+        """Nothing before a supervisor has reported: half a membership would look like deaths."""
+        if not self.reported:
+            return
         members = Members(
             term=self.address.incarnation,
             apis=tuple(self.apis.values()),

@@ -27,6 +27,7 @@ class Reporter:
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.page_leaks = 0
+        self.received = 0  # Submits from the coordinator that leads now
         self.transfer_bytes: dict[str, int] = {}
         self.transfer_seconds: dict[str, float] = {}
         self.transfers: dict[str, int] = {}
@@ -57,6 +58,7 @@ class Reporter:
 
     def renew(self) -> None:
         """A new coordinator knows nothing: report at once."""
+        self.received = 0
         self._last, self._last_at = None, float("-inf")
 
     def rung(self) -> None:
@@ -111,6 +113,7 @@ class Reporter:
                 page_leaks=self.page_leaks,
                 local_prefills=dict(self.local_prefills),
             ),
+            received=self.received,
         )
 
     def _audit(self, core: WorkerCore) -> None:

@@ -129,8 +129,11 @@ class WorkerCore:
 
     def _submit(self, message: Submit) -> None:
         spec = message.request
+        if message.term < self.peers.term:
+            return
+        self.reporter.received += 1
         api = self.peers.apis.get(spec.id.api)
-        if message.term < self.peers.term or api is None:
+        if api is None:
             return
         known = self.requests.get(spec.id)
         if known is not None:
@@ -451,7 +454,7 @@ class WorkerCore:
 
     def _follow(self, coordinator: Address) -> None:
         """A new coordinator: say who is here, and which peers can push to us."""
-        if coordinator.incarnation < self.peers.term:
+        if coordinator == self.peers.coordinator or coordinator.incarnation < self.peers.term:
             return
         self.peers.term = coordinator.incarnation
         self.peers.coordinator = coordinator
