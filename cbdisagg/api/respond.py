@@ -95,7 +95,9 @@ async def respond_stream(
 
     async def answer() -> None:
         await together(pump(choice) for choice in choices)
-        await stream.send((form.usage_event(usage_of(choices)) if with_usage else b"") + DONE)
+        end = (form.usage_event(usage_of(choices)) if with_usage else b"") + DONE
+        ACCESS.get().status = 200  # before the end is sent: a client that has it may close while we finish here
+        await stream.send(end)
         await stream.response.write_eof()
 
     try:

@@ -113,7 +113,7 @@ async def _edge(request: web.Request, handler: Handler) -> web.StreamResponse:
         access.status = access.status or response.status
         return response
     except (asyncio.CancelledError, ConnectionResetError):
-        access.status = CLIENT_CLOSED
+        access.status = access.status or CLIENT_CLOSED
         raise
     finally:
         access.write()

@@ -8,6 +8,7 @@ import socket
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from cbdisagg.api import sse
 from cbdisagg.api.client import RequestRejected, StreamFailed
@@ -111,6 +112,28 @@ async def test_a_client_that_leaves_cancels_every_choice(serve, path, body, stre
     await http.until(lambda: "status=499" in caplog.text)
     async with http.session.get(http.url + "/metrics") as response:
         assert f'cbdisagg:http_requests_total{{path="{path}",status="499"}} 1.0' in await response.text()
+
+
+async def test_a_client_that_leaves_with_the_end_has_been_served(serve, caplog, monkeypatch):
+    """Many close as soon as they have read [DONE], while the server still ends the body."""
+    caplog.set_level("INFO")
+    client_has_left = asyncio.Event()
+
+    async def write_eof(self, data=b""):
+        client_has_left.set()
+        await asyncio.Event().wait()  # until the departure cancels the handler
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", write_eof)
+    http = await serve(FakeClient(lambda client, stream: client.give(stream, [9], Finish("stop"))))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(http.url.rsplit(":", 1)[1]))
+    data = json.dumps({"prompt": "x", "stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await reader.readuntil(b"data: [DONE]\n\n")
+    await client_has_left.wait()
+    writer.close()
+    await http.until(lambda: f"path={PATH} status=" in caplog.text)
+    assert f"path={PATH} status=200" in caplog.text
 
 
 async def test_a_stalled_reader_is_coalesced_and_bounded_and_blocks_nobody(serve):
