@@ -8,7 +8,8 @@ that no mapping of it can ever fault for being too long.
     [scratch, offset)  test slots of SLOT_BYTES: a peer claims one, writes its pattern, and we clear it
     [offset, end)      pages, [layer][page][page_bytes]
 
-Memory is taken when it is first touched, so test slots cost nothing once they are cleared.
+The pages' memory is taken and mapped at once, so that no step waits for the kernel to find and clear some, and a
+machine that has too little says so at the start. Test slots take theirs when they are first touched.
 
 Life cycle: `create_pool` -> peers `open_pool` and `close` -> `close`. Closing drops our views; the mapping ends
 with the last view that someone else (the engine's tensors, a copy in flight) still holds, so no memory is ever
@@ -39,6 +40,8 @@ SLOTS = 32
 HEADER_BYTES = 2 << 20  # far more than it needs: what follows stays aligned to huge pages
 NONCE_BYTES = 32
 TABLE = slice(64, 64 + 8 * SLOTS)
+POPULATE_WRITE = 23
+"""madvise: make all pages present and writable now (Linux 5.14; Python's mmap has no name for it)."""
 MEMORY_RESERVE = 64 << 20
 """What must stay available besides the pool, for the process itself."""
 
@@ -57,6 +60,8 @@ class MappedPool:
         memory = mmap.mmap(fd, _file_bytes(info))
         with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # an older kernel: pages come when they are first touched
+            memory.madvise(POPULATE_WRITE, info.offset, _file_bytes(info) - info.offset)
         whole = np.frombuffer(memory, np.uint8)
         self.pages: NDArray[np.uint8] = whole[info.offset :].reshape(info.layers, info.pages, info.page_bytes)
         self._nonce = whole[:NONCE_BYTES]
