@@ -34,7 +34,7 @@ def make_fields(drawn: Sequence[int]) -> dict[str, Sampling]:
         "repetition_penalty": replace(GREEDY, repetition_penalty=1.8),
         "logit_bias": replace(GREEDY, logit_bias=dict.fromkeys(range(0, 160, 9), 6.0)),
         "end_ids": replace(DRAWN, end_ids=(late,)),
-        "min_tokens": replace(DRAWN, end_ids=(early, late), min_tokens=18),
+        "min_tokens": replace(DRAWN, end_ids=(early, *range(0, 160, 3)), min_tokens=18),
         "logprobs": replace(GREEDY, logprobs=20),
         "prompt_logprobs": replace(DRAWN, prompt_logprobs=5),
         "all": Sampling(

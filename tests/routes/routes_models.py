@@ -20,7 +20,7 @@ NEARLY_EQUAL = 1e-4
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": CONTEXT,
     "bos_token_id": None,

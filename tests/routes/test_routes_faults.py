@@ -41,7 +41,7 @@ def check(model: TinyModel, answers: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["shm", "zmq"])
-@pytest.mark.parametrize("layers", [0, 1, 2, 4, 11])
+@pytest.mark.parametrize("layers", [0, 1, 3, 8])
 def test_the_prefill_worker_dies_in_the_middle_of_a_push(
     model: TinyModel, new_world: NewWorld, kind: str, layers: int
 ) -> None:
@@ -55,7 +55,7 @@ def test_the_prefill_worker_dies_in_the_middle_of_a_push(
 
 
 @pytest.mark.parametrize("kind", ["shm", "zmq"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_prefill_worker_dies_at_any_time_and_comes_back(
     model: TinyModel, new_world: NewWorld, kind: str, seed: int
 ) -> None:
@@ -74,7 +74,7 @@ def test_the_prefill_worker_dies_at_any_time_and_comes_back(
 
 
 @pytest.mark.parametrize("kind", ["shm", "zmq"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_suspect_goes_on_writing(model: TinyModel, new_world: NewWorld, kind: str, seed: int) -> None:
     """Its attempts are given up while it still pushes: what it writes must harm nobody, and it lets go in the end."""
     world = new_world(model, ["prefill", "decode"], kind=kind, token_budget=24, seed=seed, pages=60)
