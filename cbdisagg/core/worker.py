@@ -15,12 +15,13 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from cbdisagg.config import Config
+from cbdisagg.core.admission import Admission
 from cbdisagg.core.blocks import Pages
 from cbdisagg.core.effects import Connect, Disconnect, Effect, Note, RunStep, Tell, Verify
 from cbdisagg.core.events import Connected, FromWorkerInbox, Landed, PushDone, StepDone, Tick, Verified, WorkerEvent
 from cbdisagg.core.handoff import Handoffs, Reservation
 from cbdisagg.core.peers import Peers
-from cbdisagg.core.policy import StepModel, admissible, local_allowance, prefill_allowance
+from cbdisagg.core.policy import StepModel, local_allowance, prefill_allowance
 from cbdisagg.core.report import Reporter
 from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.core.scheduler import Limits, Scheduler
@@ -32,7 +33,6 @@ from cbdisagg.messages import (
     Cancel,
     Finished,
     Generate,
-    Hash,
     Hello,
     KvReady,
     Lead,
@@ -66,13 +66,13 @@ class WorkerCore:
         limits = Limits(info.max_batch, config.scheduler.token_budget, config.scheduler.mixed)
         self.scheduler = Scheduler(self.pages, info.page_size, limits, config.kv.prefix_cache)
         self.handoffs = Handoffs(self.pages, self.address.incarnation)
+        self.admission = Admission(self.scheduler, self.handoffs, info.max_batch)
         self.peers = Peers(info)
         self.model = StepModel()
         self.streams = Streams()
         self.reporter = Reporter()
         self.requests: dict[RequestId, Request] = {}
         self.jobs: dict[AttemptId, Request] = {}
-        self.computing: dict[Hash, Request] = {}  # pages of a prefix that a running or reserved request will publish
         self._key = 0
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -168,7 +168,7 @@ class WorkerCore:
     def _end(self, request: Request) -> None:
         """A local request ends, whatever it was doing. What the client is told of it has been told."""
         del self.requests[request.spec.id]
-        self._not_computing(request)
+        self.admission.computes_no_more(request)
         if request.state is State.RESERVED:
             self._effects += self.handoffs.abandon(request)
         request.move(Trigger.END)
@@ -203,7 +203,7 @@ class WorkerCore:
             self._end_job(request)
 
     def _end_job(self, request: Request) -> None:
-        self._not_computing(request)
+        self.admission.computes_no_more(request)
         request.move(Trigger.END)
         self.scheduler.drop(request)
         if not request.in_flight:
@@ -257,7 +257,7 @@ class WorkerCore:
         request.scores = list(ready.sampled.prompt_logprobs)
         request.move(Trigger.LAND)
         self.scheduler.publish(request)
-        self._not_computing(request)
+        self.admission.computes_no_more(request)
         self.scheduler.run(request)
         self._draw(request, ready.sampled)
 
@@ -286,56 +286,21 @@ class WorkerCore:
         """
         jobs_only = False
         for request in list(self.scheduler.waiting):
-            if self._full and self.scheduler.running:
+            if self.admission.full and self.scheduler.running:
                 return
             if jobs_only and request.job is None:
                 continue
             hit = self.scheduler.match(request)
-            if self._joins(request, len(hit)):
+            if self.admission.joins(request, len(hit)):
                 continue
-            needed = request.pages_for(len(request.tokens)) - len(hit)
-            if self._fits(needed, hit):
+            if self.admission.fits(request, hit):
                 self._start(request, hit)
-            elif not self._waits_for_peers(needed, hit):
+            elif not self.admission.waits_for_peers(request, hit):
                 return
             elif request.job is not None:
                 self._decline(request)
             else:
                 jobs_only = True
-
-    @property
-    def _full(self) -> bool:
-        return len(self.scheduler.running) + self.handoffs.waiting() >= self.info.max_batch
-
-    def _joins(self, request: Request, hit: int) -> bool:
-        """The next page that it lacks is being computed for another request: it waits, holding nothing.
-
-        A job joins only what is computed here: to wait for what a peer computes could be circular.
-        """
-        if not self.computing or request.wants_scores:
-            return False
-        chain = request.chain((len(request.tokens) - 1) // self.info.page_size)
-        owner = self.computing.get(chain[hit]) if hit < len(chain) else None
-        return owner is not None and (request.job is None or owner.state is State.RUNNING)
-
-    def _fits(self, needed: int, hit: list[Page]) -> bool:
-        """Running requests keep what they need for the tokens that they already have, and a page each to grow."""
-        running = self.scheduler.running.values()
-        promised = sum(max(0, r.pages_for(len(r.tokens)) - len(r.pages)) for r in running)
-        return not self._full and admissible(needed, self._available_beside(hit) - promised, len(running))
-
-    def _available_beside(self, hit: list[Page]) -> int:
-        """Pages that can be taken by a request that also pins its hit, which may be cached pages now."""
-        return self.pages.available() - sum(page in self.pages.cached for page in hit)
-
-    def _waits_for_peers(self, needed: int, hit: list[Page]) -> bool:
-        """What it lacks, places or pages, is not held by requests that run here."""
-        if self.scheduler.flights or self.scheduler.pushes:
-            return False
-        if self._full:
-            return not self.scheduler.running
-        held = sum(len(request.pages) for request in self.scheduler.running.values())
-        return needed > self._available_beside(hit) + held
 
     def _start(self, request: Request, hit: list[Page]) -> None:
         """It leaves the queue: computed here from its prefix hit on, or in pages reserved for a prefill worker."""
@@ -355,7 +320,7 @@ class WorkerCore:
             request.computed = request.planned = len(hit) * self.info.page_size
             request.move(Trigger.ADMIT)
             self.scheduler.run(request)
-        self._now_computing(request, len(hit))
+        self.admission.computes(request, len(hit))
 
     def _remote(self, request: Request, hit: int) -> Address | None:
         """The prefill worker to ask, or None to compute the prompt here; a change of route is counted."""
@@ -372,18 +337,6 @@ class WorkerCore:
             return None
         return prefill
 
-    def _now_computing(self, request: Request, hit: int) -> None:
-        if self.config.kv.prefix_cache:
-            request.computing = request.chain(len(request.tokens) // self.info.page_size)[hit:]
-            for value in request.computing:
-                self.computing.setdefault(value, request)
-
-    def _not_computing(self, request: Request) -> None:
-        for value in request.computing:
-            if self.computing.get(value) is request:
-                del self.computing[value]
-        request.computing = []
-
     # -------------------------------------------------------------------------------------------------- steps
 
     def _plan(self) -> None:
@@ -391,7 +344,7 @@ class WorkerCore:
             return
         plan, victims = self.scheduler.plan(self._allowance())
         for victim in victims:
-            self._not_computing(victim)
+            self.admission.computes_no_more(victim)
             self.reporter.preempted()
         if plan is not None:
             self._effects.append(RunStep(plan))
@@ -442,7 +395,7 @@ class WorkerCore:
 
     def _draw(self, request: Request, sampled: Sampled) -> None:
         """Tokens drawn for a local request, here or by its prefill worker: the one place where a stream grows."""
-        self._not_computing(request)
+        self.admission.computes_no_more(request)
         if request.first_token is None:
             request.first_token = self._now
             if not request.prefill_s and request.started is not None:
@@ -485,7 +438,7 @@ class WorkerCore:
             if request is None:
                 continue
             self._effects += self.handoffs.abandon(request)
-            self._not_computing(request)
+            self.admission.computes_no_more(request)
             request.move(Trigger.REQUEUE)
             self.pages.release(request.pages)
             request.reset()

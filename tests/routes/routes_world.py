@@ -393,7 +393,7 @@ class World:
             pass
         for worker in self.workers.values():
             core = worker.core
-            assert not (core.requests or core.jobs or core.handoffs.reservations or core.computing), worker.name
+            assert not (core.requests or core.jobs or core.handoffs.reservations or core.admission.computing), worker.name
             assert not (core.scheduler.flights or core.scheduler.pushes or core.pages.quarantined), worker.name
             assert core.pages.available() == core.pages.total, worker.name
             assert core.reporter.page_leaks == 0, worker.name
