@@ -364,7 +364,7 @@ class CoordinatorCore:
 
     def _tell_stats(self) -> None:
         """At most once each STATS_S, and only what has changed; a Wake makes sure that the last change is told."""
-        if self._now - self._stats_at < STATS_S:
+        if self._now < self._stats_at + STATS_S:
             self._wake(self._stats_at + STATS_S)
             return
         ready, reason = self._readiness()

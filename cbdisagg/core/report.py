@@ -69,11 +69,10 @@ class Reporter:
         """A Load if one is due and there is a coordinator; otherwise a Wake for when it will be."""
         if core.peers.coordinator is None:
             return []
-        since = now - self._last_at
-        if since < SOON_S:
+        if now < self._last_at + SOON_S:  # written as the Wake is, so that a Tick at its very time is not too early
             return self._wake(self._last_at + SOON_S, now)
         load = self._load(core)
-        if load == self._last and since < HEARTBEAT_S:
+        if load == self._last and now < self._last_at + HEARTBEAT_S:
             return self._wake(self._last_at + HEARTBEAT_S, now)
         self._last, self._last_at = load, now
         return [Tell(core.peers.coordinator, load), *self._wake(now + HEARTBEAT_S, now)]
