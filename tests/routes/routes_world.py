@@ -393,7 +393,8 @@ class World:
             pass
         for worker in self.workers.values():
             core = worker.core
-            assert not (core.requests or core.jobs or core.handoffs.reservations or core.admission.computing), worker.name
+            assert not (core.requests or core.jobs or core.handoffs.reservations), worker.name
+            assert not core.admission.computing, worker.name
             assert not (core.scheduler.flights or core.scheduler.pushes or core.pages.quarantined), worker.name
             assert core.pages.available() == core.pages.total, worker.name
             assert core.reporter.page_leaks == 0, worker.name
@@ -433,9 +434,9 @@ class World:
                 actor.receive(sender, body)
 
     def _ring(self) -> None:
-        """Time passes until somebody has asked to be woken; timers ring a little late."""
+        """Time passes until somebody has asked to be woken."""
         actor = min((self.coordinator, *self.workers.values()), key=lambda actor: actor.wake_at)
-        self.now = max(self.now, actor.wake_at) + EVENT_S
+        self.now = max(self.now, actor.wake_at)
         actor.tick()
 
     def _introduce(self) -> None:
