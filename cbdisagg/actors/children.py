@@ -78,6 +78,8 @@ class Child:
         environment = dict(os.environ)
         if start.kind == "worker":
             environment["OMP_NUM_THREADS"] = str(start.threads)
+            # oneDNN keeps code for each shape that it has seen, 1,024 by default and up to a MiB each.
+            environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
         self.process = await asyncio.create_subprocess_exec(
             *command(start, start.write()), stdin=lifeline, env=environment
         )
