@@ -1,0 +1,191 @@
+"""State machines over whole worlds: any order of messages, steps, cancels, deaths, duplicates; what must hold."""
+
+from __future__ import annotations
+
+import sys
+from random import Random
+from typing import Any
+
+from core_world import END_ID, Setting, World, expected_output
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from cbdisagg.config import Config, Kv, Policy, Scheduler
+from cbdisagg.messages import Sampling, Targets, unpack
+
+ROLES = [
+    ("any",),
+    ("prefill", "decode"),
+    ("any", "any"),
+    ("prefill", "prefill", "decode", "decode"),
+    ("prefill", "any"),
+]
+
+
+@st.composite
+def settings_of_a_world(draw: st.DrawFn) -> Setting:
+    """Small pools, so that everything that can run out does."""
+    roles = draw(st.sampled_from(ROLES))
+    config = Config(
+        kv=Kv(prefix_cache=draw(st.booleans())),
+        scheduler=Scheduler(token_budget=draw(st.sampled_from([3, 8])), mixed=draw(st.booleans())),
+        policy=Policy(
+            mode=draw(st.sampled_from(["disaggregate"] * 4 + ["auto", "aggregate"])),
+            queue_limit=draw(st.sampled_from([64, 3])),
+            suspect_s=1e9,
+        ),
+    )
+    kinds = draw(st.sampled_from([("shm", "shm"), ("zmq", "zmq"), ("shm", "zmq"), ("shm", "")]))
+
+    def kind(prefill: str, decode: str) -> str:
+        return kinds[prefill < decode]
+
+    return Setting(
+        roles,
+        config,
+        pages=draw(st.integers(5, 10)),
+        max_batch=draw(st.integers(1, 3)),
+        plans_ahead=draw(st.integers(0, 1)),
+        kind=kind,
+    )
+
+
+prompts = st.builds(
+    lambda shared, own: [1 + n % 3 for n in range(shared)] + own,
+    st.integers(0, 8),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+)
+samplings = st.builds(
+    Sampling,
+    max_tokens=st.integers(1, 10),
+    end_ids=st.sampled_from([(), (END_ID,)]),
+    seed=st.integers(0, 2),
+    logprobs=st.sampled_from([-1, 0]),
+    prompt_logprobs=st.sampled_from([-1, -1, -1, 0]),
+)
+
+
+class Service(RuleBasedStateMachine):
+    """One world. `faults`: workers die, connections break; otherwise every request must give all of its tokens."""
+
+    faults = True
+    coordinator_restarts = True
+
+    @initialize(setting=settings_of_a_world(), ready=st.sampled_from([True, True, True, False]))
+    def start(self, setting: Setting, ready: bool) -> None:
+        self.world = World(setting)
+        if ready:
+            self.world.settle()
+
+    # ---------------------------------------------------------------------------------------------- the users
+
+    @rule(requests=st.lists(st.tuples(prompts, samplings), min_size=1, max_size=4), siblings=st.booleans())
+    def submit(self, requests: list[tuple[list[int], Sampling]], siblings: bool) -> None:
+        first = None
+        for prompt, sampling in requests:
+            shared = prompt if first is None else list(unpack(first.request.prompt))
+            stream = self.world.api.submit(shared, sampling, Targets(0.5, 0.05), first)
+            first = (first or stream) if siblings else None
+
+    @precondition(lambda self: any(not stream.ended for stream in self.world.api.streams))
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        living = [stream for stream in self.world.api.streams if not stream.ended]
+        self.world.api.cancel(data.draw(st.sampled_from(living)))
+
+    # ------------------------------------------------------------------------------------------ what happens
+
+    @rule(picks=st.lists(st.integers(0, 40), min_size=1, max_size=10))
+    def happen(self, picks: list[int]) -> None:
+        for pick in picks:
+            actions = list(self.world.actions())
+            if actions:
+                actions[pick % len(actions)]()
+
+    @rule(random=st.randoms(use_true_random=True), count=st.integers(10, 80))
+    def much_happens(self, random: Random, count: int) -> None:
+        for _ in range(count):
+            actions = list(self.world.actions())
+            if actions:
+                random.choice(actions)()
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    @precondition(lambda self: self.world.busy_pairs())
+    @rule(data=st.data())
+    def duplicate(self, data: st.DataObject) -> None:
+        self.world.duplicate(data.draw(st.sampled_from(self.world.busy_pairs())))
+
+    # -------------------------------------------------------------------------------------------------- faults
+
+    @precondition(lambda self: self.faults)
+    @rule(data=st.data(), fault=st.sampled_from(["kill", "kill", "kill", "suspect", "break", "api", "coordinator"]))
+    def fail(self, data: st.DataObject, fault: str) -> None:
+        world = self.world
+        if fault == "coordinator" and self.coordinator_restarts:
+            world.start_coordinator()
+        elif fault == "api":
+            world.kill(world.api.address.incarnation)
+        elif fault == "break":
+            if pairs := self.between_workers():
+                world.lose(data.draw(st.sampled_from(pairs)))
+        else:
+            busy = [worker for worker in world.workers if worker.core.jobs] or world.workers
+            worker = busy[data.draw(st.integers(0, len(busy) - 1))]
+            if fault == "suspect":
+                world.suspect(worker.address.incarnation)
+                return
+            if worker.plans and data.draw(st.booleans()):
+                worker.step(only_push=True)
+            world.kill(worker.address.incarnation)
+
+    def between_workers(self) -> list[tuple[int, int]]:
+        workers = {worker.address.incarnation for worker in self.world.workers}
+        return [pair for pair in self.world.busy_pairs() if workers.issuperset(pair)]
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world") or sys.exc_info()[0] is not None:
+            return  # a rule has failed: that is what is to be seen
+        self.world.settle()
+        self.world.check_quiet()
+        for stream in self.world.api.streams:
+            self.check_stream(stream)
+
+    def check_stream(self, stream: Any) -> None:
+        prompt = list(unpack(stream.request.prompt))
+        wanted = expected_output(prompt, stream.request.sampling, self.world.setting.max_len)
+        output = list(stream.output)
+        if stream._error is None and stream.id.n not in self.world.api.cancelled:
+            assert output == wanted
+        assert output == wanted[: len(output)]
+        if stream._error is not None and not self.faults:
+            assert stream._error.status in (400, 429, 503), stream._error
+
+
+class FailingService(Service):
+    """Workers die and connections break under one coordinator."""
+
+    coordinator_restarts = False
+
+
+class QuietService(Service):
+    """No faults: nothing may be refused but for its length, a full queue, or before the service is ready."""
+
+    faults = False
+
+
+def case(machine: type[Service]) -> type:
+    machine.TestCase.settings = settings(
+        max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    return machine.TestCase
+
+
+TestQuietService = case(QuietService)
+TestFailingService = case(FailingService)
+TestService = case(Service)
