@@ -40,10 +40,12 @@ class Handoffs:
         self.pages = pages
         self.incarnation = incarnation
         self.reservations: dict[AttemptId, Reservation] = {}
+        self._attempts = 0
 
     def next_attempt(self, request: Request) -> AttemptId:
-        request.attempts += 1
-        return AttemptId(self.incarnation, request.spec.id, request.attempts)
+        """Never given before, not even to an earlier submission of the same request."""
+        self._attempts += 1
+        return AttemptId(self.incarnation, request.spec.id, self._attempts)
 
     def open(self, request: Request, hit: int, prefill: Address, receiver_placed: bool, spec: Generate) -> list[Effect]:
         """Its pages from `hit` on are reserved, with `request.attempt` as their writer: ask `prefill` to fill them."""

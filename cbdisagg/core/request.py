@@ -111,7 +111,6 @@ class Request:
     granted: int = 0  # pages that the runner has been told of
 
     attempt: AttemptId | None = None
-    attempts: int = 0
     landed: bool = False
 
     scores: list[Logprobs] = field(default_factory=list)

@@ -146,6 +146,7 @@ class WorkerCore:
                 f"a prompt of {request.prompt_len} tokens does not fit the maximum context length {self.info.max_len}"
             )
             self._tell(api, Rejected(spec.id, spec.submission, 400, text))
+            self._tell(self.peers.coordinator, Finished(spec.id, spec.submission, 0))
             return
         self.requests[spec.id] = request
         self.scheduler.wait(request)

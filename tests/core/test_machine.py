@@ -6,6 +6,7 @@ import sys
 from random import Random
 from typing import Any
 
+import pytest
 from core_world import END_ID, Setting, World, expected_output
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -179,13 +180,20 @@ class QuietService(Service):
     faults = False
 
 
-def case(machine: type[Service]) -> type:
-    machine.TestCase.settings = settings(
-        max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    return machine.TestCase
+def case(machine: type[Service], examples: int) -> type:
+    class Case(machine.TestCase):  # type: ignore[name-defined]
+        settings = settings(
+            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        )
+
+    return Case
 
 
-TestQuietService = case(QuietService)
-TestFailingService = case(FailingService)
-TestService = case(Service)
+TestQuietService = case(QuietService, 150)
+TestFailingService = case(FailingService, 150)
+TestService = case(Service, 150)
+
+
+@pytest.mark.slow
+class TestServiceAtLength(case(Service, 1000)):  # type: ignore[misc]
+    """The same walk, for hours that nobody is waiting."""
