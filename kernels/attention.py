@@ -27,6 +27,9 @@ WASTED_PAGES = 32
 """A group is cut when padding to its longest sequence would gather more pages than this: another costs as much."""
 BLOCK_ROWS = 128
 """Rows of a prompt that are attended at once: more compute scores above the diagonal for nothing, fewer cost calls."""
+KEY_UNIT = 16
+"""Keys are attended in multiples of this, the rest masked: then a row's bfloat16 sums do not depend on how many keys
+are masked behind its own, nor on the chunk or group that it is in."""
 SCORE_BYTES = 8 << 20
 """Upper bound for one block's scores, which shortens blocks when the past is long."""
 
@@ -66,6 +69,7 @@ class TorchAttention:
 
     def __init__(self, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
         self.kv_heads, self.page_size, self.head_dim, self.dtype = kv_heads, page_size, head_dim, dtype
+        self.unit = -(-KEY_UNIT // page_size)  # pages
         self.page_elements = 2 * kv_heads * page_size * head_dim
         self.gathered = torch.empty(0, dtype=dtype)
         self.causal = torch.full((BLOCK_ROWS, BLOCK_ROWS), -torch.inf, dtype=dtype).triu_(1)
@@ -76,7 +80,8 @@ class TorchAttention:
         `pages` int32 [sequences, most pages], every entry a page of the pool; `lengths` in tokens, ascending, with the
         new token counted.
         """
-        counts = [-(-length // self.page_size) for length in lengths]
+        counts = [self._whole_pages(length) for length in lengths]
+        pages = _widened(pages, max(counts, default=0))
         groups, begin = [], 0
         for end in _cuts(counts, max_pages=max(1, GATHER_BYTES // (self.page_elements * self.dtype.itemsize))):
             groups.append(self._group(first + begin, pages[begin:end, : counts[end - 1]], lengths[begin:end]))
@@ -91,7 +96,11 @@ class TorchAttention:
 
     def plan_chunk(self, first: int, count: int, start: int, pages: Tensor) -> Chunk:
         """`pages` int32 [pages]: those of tokens [0, start + count), in order."""
-        return Chunk(first, count, start, pages)
+        return Chunk(first, count, start, _widened(pages[None], self._whole_pages(start + count))[0])
+
+    def _whole_pages(self, tokens: int) -> int:
+        """Pages to gather for so many tokens, in whole KEY_UNITs."""
+        return -(-tokens // (self.unit * self.page_size)) * self.unit
 
     def _gather(self, layer: Tensor, pages: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [kv_heads * sequences, keys, head_dim], heads outermost; the next call overwrites."""
@@ -124,14 +133,23 @@ class TorchAttention:
             count = min(block, chunk.count - begin)
             rows = slice(chunk.first + begin, chunk.first + begin + count)
             until = chunk.start + begin + count
-            scores = torch.bmm(self._fold(query[rows]), keys[:, :until].transpose(1, 2))
-            scores.view(heads, count, until)[..., until - count :].add_(self.causal[:count, :count])
-            attended = torch.bmm(scores.softmax(-1), values[:, :until])
+            whole = self._whole_pages(until) * self.page_size
+            scores = torch.bmm(self._fold(query[rows]), keys[:, :whole].transpose(1, 2))
+            masked = scores.view(heads, count, whole)
+            masked[..., until - count : until].add_(self.causal[:count, :count])
+            masked[..., until:] = -torch.inf
+            attended = torch.bmm(scores.softmax(-1), values[:, :whole])
             out[rows].copy_(attended.view(heads, count, self.head_dim).transpose(0, 1))
 
     def _fold(self, query: Tensor) -> Tensor:
         """[rows, heads, head_dim] -> [kv_heads, heads per group * rows, head_dim]."""
         return query.transpose(0, 1).reshape(self.kv_heads, -1, self.head_dim)
+
+
+def _widened(pages: Tensor, width: int) -> Tensor:
+    """[sequences, at least `width`] pages: what is missing is filled with each one's last, to be masked."""
+    missing = width - pages.shape[1]
+    return torch.cat((pages, pages[:, -1:].expand(-1, missing)), 1) if missing > 0 else pages
 
 
 def _cuts(counts: Sequence[int], max_pages: int) -> list[int]:

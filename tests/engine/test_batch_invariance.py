@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cbdisagg_kernels.attention import TorchAttention
 from cbdisagg_kernels.linear import PackedLinear, has_packed_form
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -42,16 +43,16 @@ def test_parts_of_a_product_add_up() -> None:
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Grouped queries, and a feed-forward layer wide enough for oneDNN to cut its sums."""
+    """SmolLM2's heads, and a feed-forward layer wide enough for oneDNN to cut its sums."""
     folder = tmp_path_factory.mktemp("wide")
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=300,
-        hidden_size=96,
+        hidden_size=576,
         intermediate_size=1536,
-        num_hidden_layers=3,
-        num_attention_heads=3,
-        num_key_value_heads=1,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
         max_position_embeddings=256,
         initializer_range=0.1,
         bos_token_id=None,
@@ -92,3 +93,42 @@ def test_company_and_cuts_change_no_bit(
             assert each.output == alone[n].output, n
             assert each.logprobs == alone[n].logprobs, n
             assert each.prompt_logprobs == alone[n].prompt_logprobs, n
+    for n in lengths:  # as after a preemption: what was drawn one by one is computed again at once
+        again = sequence(n)
+        again.output = alone[n].output[:13]
+        drive(Pages, [again], runner=runner, chunk=lambda: chance.choice([5, 1 << 20]))
+        assert again.output == alone[n].output, n
+        assert again.logprobs == alone[n].logprobs[13:], n
+
+
+@BF16
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+def test_a_token_attends_alike_alone_in_a_group_and_in_any_chunk(page_size: int) -> None:
+    torch.manual_seed(2)
+    heads, kv_heads, head_dim, tokens = 9, 3, 64, 330
+    attention = TorchAttention(kv_heads, page_size, head_dim, torch.bfloat16)
+    most = -(-tokens // page_size)
+    layer = torch.randn(most, 2, kv_heads, page_size, head_dim).bfloat16()
+    pages = torch.randperm(most, dtype=torch.int32)
+    query = torch.randn(tokens, heads, head_dim).bfloat16() / 8
+
+    def chunk(start: int, count: int) -> torch.Tensor:
+        out = torch.zeros_like(query)
+        held = pages[: -(-(start + count) // page_size)]
+        attention.chunk(query[start : start + count], layer, attention.plan_chunk(0, count, start, held), out)
+        return out[:count]
+
+    def decode(lengths: list[int]) -> torch.Tensor:
+        out = torch.zeros_like(query)
+        rows = query[[length - 1 for length in lengths]].contiguous()
+        for group in attention.plan_decode(0, pages.expand(len(lengths), -1), lengths):
+            attention.decode(rows, layer, group, out)
+        return out[: len(lengths)]
+
+    whole = chunk(0, tokens)
+    for start, count in ((0, 1), (0, 7), (3, 40), (100, 129), (200, 130), (17, 300)):
+        assert torch.equal(chunk(start, count), whole[start : start + count]), (start, count)
+    for length in (1, 7, 8, 9, 31, 40, 103, 112, 200, 329):
+        assert torch.equal(decode([length])[0], whole[length - 1]), length
+    lengths = [1, 5, 8, 30, 40, 41, 90, 100, 111, 300, 330]
+    assert torch.equal(decode(lengths), whole[[length - 1 for length in lengths]])
