@@ -81,7 +81,10 @@ class Child:
             # oneDNN keeps code for each shape that it has seen, 1,024 by default and up to a MiB each.
             environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
         self.process = await asyncio.create_subprocess_exec(
-            *command(start, start.write()), stdin=lifeline, env=environment
+            *command(start, start.write()),
+            stdin=lifeline,
+            env=environment,
+            start_new_session=True,  # a terminal sends Ctrl-C to its whole group: we alone stop the children, in order
         )
 
     def send(self, number: signal.Signals) -> None:

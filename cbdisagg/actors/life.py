@@ -5,7 +5,7 @@ Knows signals, pipes and exit statuses; knows nothing of what the process does. 
     at the end of the pipe on stdin -> status 0: the supervisor is gone, whichever way it went
     by the kernel (PDEATHSIG)       -> when the supervisor dies while this process does not look
     by an exception anywhere        -> status 1, traceback in the log: bugs are crashes, the supervisor restarts
-SIGINT is the supervisor's business: a terminal sends it to the whole group, and the supervisor stops everyone in order.
+SIGINT is the supervisor's business, which stops everyone in order: a child has a session of its own, and ignores it.
 """
 
 from __future__ import annotations

@@ -245,6 +245,8 @@ def test_nobody_and_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None
         assert supervisor.stdout is not None
         children = [psutil.Process(int(pid)) for pid in supervisor.stdout.readline().split()]
         assert len(children) == 3
+        groups = {os.getpgid(child.pid) for child in children}
+        assert len(groups) == 3 and os.getpgid(supervisor.pid) not in groups, "a terminal's Ctrl-C reaches us alone"
         supervisor.kill()
         _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []
