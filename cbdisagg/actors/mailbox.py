@@ -38,6 +38,8 @@ MAX_IPC_PATH = 107 - len(".data")
 """sockaddr_un of Linux holds 108 bytes, the last one zero; the socket for KV data lies beside, with this suffix."""
 BURST = 256
 """Messages delivered before other work of the loop gets its turn."""
+COMPLAINT_S = 1.0
+"""Between two lines of the log about what strangers send."""
 
 
 class Post(Protocol):
@@ -112,6 +114,7 @@ class Mailbox(Generic[M]):
         self._receive: Callable[[Address, M], None] | None = None
         self._on_gap: Callable[[Address], None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._complaints = Complaints()
         self._gate: _Gate | None = None
         self._file: Path | None = None
         self._context = zmq.Context()
@@ -166,6 +169,7 @@ class Mailbox(Generic[M]):
             self._loop.remove_reader(self._inbox.fileno())
         if self._gate is not None:
             self._gate.close()
+        self._complaints.close()
         for line in self._outgoing.values():
             line.close()
         self._inbox.close()
@@ -215,7 +219,7 @@ class Mailbox(Generic[M]):
                 return
             message = self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            log.warning("%s dropped a message that it cannot read: %s", self._address.name, error)
+            self._complaints.add(f"{self._address.name} dropped a message that it cannot read: {error}")
             return
         expected = self._expected.get(envelope.sender.incarnation, 0)
         self._expected[envelope.sender.incarnation] = envelope.number + 1
@@ -223,6 +227,37 @@ class Mailbox(Generic[M]):
             log.warning("%s lost messages of %s: %d came instead of %d", self._address.name, *_gap(envelope, expected))
             self._on_gap(envelope.sender)
         self._receive(envelope.sender, message)
+
+
+class Complaints:
+    """Warnings that strangers can cause: the first at once, then for each second one line with a count. Loop only."""
+
+    def __init__(self) -> None:
+        self._more = 0
+        self._last = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, line: str) -> None:
+        if self._timer is None:
+            log.warning(line)
+            self._timer = asyncio.get_running_loop().call_later(COMPLAINT_S, self._sum_up)
+        else:
+            self._more, self._last = self._more + 1, line
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._tell()
+
+    def _sum_up(self) -> None:
+        quiet = not self._more
+        self._tell()
+        self._timer = None if quiet else asyncio.get_running_loop().call_later(COMPLAINT_S, self._sum_up)
+
+    def _tell(self) -> None:
+        if self._more:
+            log.warning("%d more like this: %s", self._more, self._last)
+            self._more = 0
 
 
 class _Line:
@@ -264,6 +299,7 @@ class _Gate:
         self._socket = context.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind("inproc://zeromq.zap.01")
+        self._complaints = Complaints()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -274,6 +310,7 @@ class _Gate:
     def close(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
+        self._complaints.close()
         self._socket.close()
 
     def _answer(self) -> None:
@@ -286,9 +323,8 @@ class _Gate:
                 return
             ok = mechanism == b"CURVE" and credentials == [self._allowed]
             if not ok:
-                log.warning(
-                    "refused a connection from %s: it does not hold the service's key", address.decode(errors="replace")
-                )
+                who = address.decode(errors="replace")
+                self._complaints.add(f"refused a connection from {who}: it does not hold the service's key")
             status = (b"200", b"OK") if ok else (b"400", b"unknown key")
             self._socket.send_multipart((version, request, *status, b"", b""))
 

@@ -129,7 +129,9 @@ async def test_a_gap_in_the_numbers_is_reported_once(place: Place, wire: Callabl
         line.close()
 
 
-async def test_junk_changes_nothing(place: Place, wire: Callable[[Address], Wire]) -> None:
+async def test_junk_changes_nothing(
+    place: Place, wire: Callable[[Address], Wire], caplog: pytest.LogCaptureFixture
+) -> None:
     """Random frames, cut and flipped honest ones, wrong unions, deep nesting, too many frames, and one too long."""
     rng = random.Random(0)
     async with boxes(place) as (inbox,):
@@ -154,6 +156,10 @@ async def test_junk_changes_nothing(place: Place, wire: Callable[[Address], Wire
         assert not inbox.gaps
         line.close()
         other.close()
+    told = [record.message for record in caplog.records if "cannot read" in record.message]
+    assert 2 <= len(told) < 100, "one line per second, not one for each of thousands"
+    counted = sum(int(text.split()[0]) for text in told if "more like this" in text)
+    assert counted > 2000
 
 
 async def test_neither_a_stopped_nor_a_dead_peer_holds_up_the_sender(place: Place) -> None:
