@@ -41,14 +41,20 @@ def main() -> NoReturn:
 
     arguments = sys.argv[1:]
     try:
-        status = app(arguments or ["--help"], standalone_mode=False)
+        status = app(arguments or ["--help"], prog_name="cbdisagg", standalone_mode=False)
     except USAGE_ERROR as error:
-        fail(f"{error.format_message().rstrip('.')} (see cbdisagg --help)")
+        fail(f"{error.format_message().rstrip('.')} (see {_where(error)} --help)")
     except ConfigError as error:
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _where(error: BaseException) -> str:
+    """The command in whose use the mistake was made: "cbdisagg serve"."""
+    path: str = getattr(getattr(error, "ctx", None), "command_path", "cbdisagg")
+    return path
 
 
 def fail(line: str) -> NoReturn:
@@ -80,9 +86,9 @@ def serve(
     from cbdisagg.load import load_config, resolve
     from cbdisagg.load import print_config as as_toml
 
-    overrides = [*_given("http.host", host), *_given("http.port", port), *_model(model), *(set_ or [])]
+    options = {"--host": _given("http.host", host), "--port": _given("http.port", port), "--model": _model(model)}
     if print_config:
-        resolved = resolve(config, overrides)
+        resolved = resolve(config, set_ or [], options)
         print(as_toml(resolved.config, resolved.origins), end="")
         return
     if no_http != (client is not None):
@@ -91,7 +97,7 @@ def serve(
     from cbdisagg.actors.serve import serve as run
 
     try:
-        run(load_config(config, overrides), _address(client))
+        run(load_config(config, set_ or [], options), _address(client))
     except ServiceFailed as failure:
         fail(str(failure))
 
@@ -104,6 +110,8 @@ def _model(value: str | None) -> list[str]:
     """`--model` sets path or name, and takes back the other if the file has set it."""
     if value is None:
         return []
+    if not value.strip():
+        fail(f"--model {value!r}: name a model folder, a .gguf file, a hub id, or smollm2")
     is_path = Path(value).expanduser().exists() or value.startswith((".", "/", "~")) or value.endswith(".gguf")
     path, name = (value, "") if is_path else ("", value)
     return [f"model.path={path}", f"model.name={name}"]

@@ -14,6 +14,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
@@ -25,6 +26,7 @@ from cbdisagg.validate import ONE_OF, Problem, cautions, problems, show
 log = logging.getLogger(__name__)
 
 Table = dict[str, Any]
+NO_OPTIONS: Mapping[str, Sequence[str]] = MappingProxyType({})
 CURVE_FILES = ("cbdisagg.key", "cbdisagg.key_secret")
 TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 SECTIONS = {item.name: item.type for item in msgspec.structs.fields(Config)}
@@ -43,23 +45,29 @@ class Resolved:
     origins: Mapping[str, str]
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path | None = None, overrides: Sequence[str] = (), options: Mapping[str, Sequence[str]] = NO_OPTIONS
+) -> Config:
     """The Config of a TOML file (None: the defaults, 1 prefill + 1 decode worker) with "section.key=value" overrides.
 
+    `options`: overrides that came by options of their own; {"--port": ["http.port=80"]} is blamed on --port.
     Raises ConfigError. What is allowed but rarely wanted is logged as a warning.
     """
-    config = resolve(path, overrides).config
+    config = resolve(path, overrides, options).config
     for line in cautions(config):
         log.warning(line)
     return config
 
 
-def resolve(path: Path | None = None, overrides: Sequence[str] = ()) -> Resolved:
+def resolve(
+    path: Path | None = None, overrides: Sequence[str] = (), options: Mapping[str, Sequence[str]] = NO_OPTIONS
+) -> Resolved:
     """As `load_config`, silently, and with the origin of each value for `print_config`."""
     tables = _read_toml(path) if path else {}
     origins = {key: str(path) for key in _given(tables)}
-    for override in overrides:
-        _override(tables, origins, override)
+    for source, given in {**options, "--set": overrides}.items():
+        for override in given:
+            _override(tables, origins, override, source, str(path))
     try:
         config = _build(tables)
         for problem in problems(config, os.sched_getaffinity(0)):
@@ -182,15 +190,17 @@ def _given(tables: Table) -> Iterator[str]:
             yield section
 
 
-def _override(tables: Table, origins: dict[str, str], override: str) -> None:
-    """Put one "section.key=value" into the tables, over what the file says."""
+def _override(tables: Table, origins: dict[str, str], override: str, source: str, file: str) -> None:
+    """Put one "section.key=value" into the tables, over what the file says. `source`: the option that it came by."""
     key, equals, text = override.partition("=")
-    key, source = key.strip(), "--set"
+    key = key.strip()
     parts = key.split(".")
     if not equals or not all(parts):
         raise ConfigError(f"{source} {override}: write section.key=value, as kv.page_size=16")
     if origins.get(key) == source:
         raise ConfigError(f"{source} {override}: this key was given before")
+    if (rival := _rival(key, origins, source, file)) is not None:
+        raise ConfigError(f"{rival} and {source} {override} exclude each other; keep one of the two")
     if parts[0] == "workers":
         tables.setdefault("workers", [msgspec.structs.asdict(group) for group in Config().workers])
     if len(parts) == 3 and parts[0] == "workers":
@@ -210,10 +220,16 @@ def _override(tables: Table, origins: dict[str, str], override: str) -> None:
     for pair in ONE_OF:
         if key in pair and target[parts[-1]]:
             other = pair[1 - pair.index(key)]
-            if origins.get(other, source) != source:  # the file's choice gives way to the operator's
+            if origins.get(other) == file:  # the file's choice gives way to the operator's
                 tables[parts[0]].pop(other.split(".")[1])
                 del origins[other]
     origins |= dict.fromkeys(_given({"workers": tables["workers"]}) if parts == ["workers"] else [key], source)
+
+
+def _rival(key: str, origins: Mapping[str, str], source: str, file: str) -> str | None:
+    """The other option of the command line that has set this key."""
+    origin = origins.get(key)
+    return None if origin in (None, source, file) else origin
 
 
 def _worker_group(groups: object, index: str, override: str) -> object:

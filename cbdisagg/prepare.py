@@ -103,6 +103,8 @@ def served_name(model: Model) -> str:
 
 def check_folder(folder: Path) -> None:
     """Raise ModelError unless this is a Hugging Face folder that can be served without running code from it."""
+    if not folder.exists():
+        raise ModelError(f"{folder}: does not exist")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
