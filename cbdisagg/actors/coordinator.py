@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from cbdisagg.actors.journal import Journal
+from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.actors.shell import Shell
@@ -25,12 +25,11 @@ async def run_coordinator(life: Life, start: Start, config: Config) -> None:
     place = Place.of(config.cluster, Path(start.folder))
     mailbox = Mailbox(start.name, start.incarnation, place, decoder)
     core = CoordinatorCore(mailbox.address, config)
-    folder = config.debug.journal
     shell: Shell[CoordinatorEvent] = Shell(
         core,
         mailbox,
         check=(lambda: check_coordinator(core)) if config.debug.invariants else None,
-        journal=Journal(Path(folder), mailbox.address, config) if folder else None,
+        journal=Journal(journal_folder(config.debug), mailbox.address, config) if config.debug.journal else None,
     )
 
     def receive(sender: Address, message: ToCoordinator) -> None:

@@ -9,6 +9,7 @@ goes on in the next part; replay needs all parts, so none is deleted.
 from __future__ import annotations
 
 import struct
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from cbdisagg.config import Config
+from cbdisagg.config import Config, ConfigError, Debug
 from cbdisagg.core.effects import Effect
 from cbdisagg.core.events import CoordinatorEvent, WorkerEvent
 from cbdisagg.messages import PROTOCOL_VERSION, Address, WorkerInfo
@@ -32,6 +33,20 @@ Record: TypeAlias = tuple[int, float, str, Event, int | None]
 
 class JournalError(Exception):
     """A journal that cannot be read: one line that says which file and why."""
+
+
+def journal_folder(debug: Debug) -> Path:
+    return Path(debug.journal).expanduser()
+
+
+def try_folder(folder: Path) -> None:
+    """Make the folder and a file in it that passes. Raises ConfigError, one line, if that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f'[debug] journal = "{folder}": cannot be written: {error.strerror or error}') from None
 
 
 class Header(Struct, frozen=True):

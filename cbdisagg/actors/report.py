@@ -7,7 +7,12 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from cbdisagg.actors.sizing import DEFAULT_POOL_BYTES
+from cbdisagg.config import Kv
 from cbdisagg.messages import Pair
+
+TEMPERATURE = 0.2
+"""Of the request to try: a small model's answer makes sense only near the likeliest words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +27,17 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`chat`: the model has a chat template. `key`: what a shell has to paste for the API key, "" if none is asked."""
+    """`chat`: the model has a chat template. `key`: what a shell has to paste for the API key, "" if none is asked.
+
+    `context`: the line that tells how long a request may be.
+    """
 
     url: str
     model_name: str
     model_folder: str
     chat: bool
     key: str
+    context: str
     processes: Sequence[Running]
     pairs: Sequence[Pair]
     transfer_kind: str
@@ -43,6 +52,7 @@ def ready_text(facts: Facts) -> str:
         f"  {curl_line(facts)}",
         "",
         f"Model folder (give it to clients that want a tokenizer): {facts.model_folder}",
+        facts.context,
         "Processes:",
         *(f"  {_process_line(process)}" for process in facts.processes),
     ]
@@ -52,6 +62,25 @@ def ready_text(facts: Facts) -> str:
     return "\n".join([*lines, "Stop with Ctrl-C."])
 
 
+def context_line(kv: Kv, wanted: int, max_len: int, model_context: int) -> str:
+    """How long a request may be (`max_len` tokens) and, if the model could see more, what keeps it from that.
+
+    `wanted`: [model] max_len; 0 leaves the length to the pool. `model_context` 0: not known.
+    """
+    line = f"Context: {max_len:,} tokens"
+    if max_len >= model_context:
+        return line
+    if wanted:
+        return f"{line} (the model could {model_context:,}; model.max_len = {wanted})"
+    if kv.pages:
+        pool = f"kv.pages = {kv.pages}"
+    elif kv.memory_mb:
+        pool = f"kv.memory_mb = {kv.memory_mb}"
+    else:
+        pool = f"the pool of {DEFAULT_POOL_BYTES >> 20} MiB, see kv.memory_mb,"
+    return f"{line} (the model could {model_context:,}; {pool} holds no more)"
+
+
 def curl_line(facts: Facts) -> str:
     """One line for a shell that streams an answer."""
     if facts.chat:
@@ -59,7 +88,7 @@ def curl_line(facts: Facts) -> str:
         question: dict[str, object] = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     else:
         path, question = "/v1/completions", {"prompt": "The sky is blue because", "max_tokens": 64}
-    body = json.dumps({"model": facts.model_name, "stream": True, **question})
+    body = json.dumps({"model": facts.model_name, "stream": True, "temperature": TEMPERATURE, **question})
     headers = ["-H 'Content-Type: application/json'"]
     if facts.key:
         headers.append(f'-H "Authorization: Bearer {facts.key}"')

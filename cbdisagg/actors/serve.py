@@ -1,7 +1,7 @@
 """`cbdisagg serve`: from a config to a running service and back to nothing.
 
-Order matters: what can be refused cheaply (the port) comes first, then the model is prepared, then processes start. The
-run folder is made last and removed first thing after they have ended, whatever ended them.
+Order matters: what can be refused cheaply (the journal's folder, the port) comes first, then the model is prepared,
+then processes start. The run folder is made last and removed first thing after they have ended, whatever ended them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 
 import uvloop
 
+from cbdisagg.actors.journal import journal_folder, try_folder
 from cbdisagg.actors.launch import ServiceFailed, Supervisor
 from cbdisagg.actors.life import set_up_logging, watch_pipe
 from cbdisagg.actors.placement import Spot, place_workers
 from cbdisagg.actors.ports import listen
-from cbdisagg.actors.report import Facts, Running, ready_text
+from cbdisagg.actors.report import Facts, Running, context_line, ready_text
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.start import write_config
 from cbdisagg.actors.status import Status
@@ -39,6 +40,8 @@ def serve(config: Config, client: Address | None = None) -> None:
     """
     began = time.monotonic()
     set_up_logging("supervisor")
+    if config.debug.journal:
+        try_folder(journal_folder(config.debug))
     if client is None:
         listen(config.http).close()  # the commonest reason for a start to fail is known before the model is read
     sweep()
@@ -64,8 +67,13 @@ async def _supervise(
     view = OperatorView(config, model, spots, status, began)
     supervisor = Supervisor(config, folder, model, spots, view, client)
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        view.stopping()
+        supervisor.stop()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, supervisor.stop)
+        loop.add_signal_handler(number, stop)
     loop.set_exception_handler(lambda _, context: supervisor.crash(context))
     if client is not None and not watch_pipe(loop, sys.stdin.fileno(), supervisor.stop):
         raise ServiceFailed("--client needs a pipe on stdin: its end tells when the client has ended")
@@ -78,6 +86,7 @@ class OperatorView:
     def __init__(self, config: Config, model: Path, spots: Sequence[Spot], status: Status, began: float) -> None:
         self._config, self._model, self._status, self._began = config, model, status, began
         self._spots = {spot.name: spot for spot in spots}
+        self._stopping = False
 
     def stage(self, name: str, stage: str, fraction: float) -> None:
         self._status.stage(name, stage, fraction)
@@ -87,6 +96,15 @@ class OperatorView:
         if supervisor.client is None:
             with contextlib.suppress(BrokenPipeError):  # who read our output has gone; the service stays
                 print(ready_text(self._facts(supervisor)), flush=True)
+
+    def stopping(self) -> None:
+        """A signal has come: one line, however often. What the children still report is not shown."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._status.close()
+        with contextlib.suppress(OSError):  # who reads our stderr may be gone, the terminal that hung up for one
+            print("Stopping ...", file=sys.stderr, flush=True)
 
     def _facts(self, supervisor: Supervisor) -> Facts:
         assert supervisor.members is not None
@@ -101,6 +119,12 @@ class OperatorView:
             str(self._model),
             has_chat_template(self._model),
             key_for_shell(self._config.http),
+            context_line(
+                self._config.kv,
+                self._config.model.max_len,
+                min(info.max_len for info in supervisor.members.workers),
+                model_context(self._model),
+            ),
             processes,
             supervisor.members.pairs,
             self._config.transfer.kind,
@@ -113,6 +137,14 @@ def has_chat_template(model: Path) -> bool:
         return True
     settings = model / "tokenizer_config.json"
     return settings.exists() and bool(json.loads(settings.read_bytes()).get("chat_template"))
+
+
+def model_context(model: Path) -> int:
+    """Tokens that the model can see by its config.json; 0 if that does not say. A sliding window makes it less."""
+    settings = json.loads((model / "config.json").read_bytes())
+    length = settings.get("max_position_embeddings")
+    window = settings.get("sliding_window")
+    return min(length, window or length) if isinstance(length, int) else 0
 
 
 def key_for_shell(http: Http) -> str:

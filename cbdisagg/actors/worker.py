@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from cbdisagg.actors.hands import EngineHands
-from cbdisagg.actors.journal import Journal
+from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.lane import Lane
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.mailbox import Mailbox, Place
@@ -79,11 +80,21 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
 
 async def run_worker(life: Life, start: Start, config: Config, load: Loader = load) -> None:
     """Until the life ends."""
-    worker = Worker(life, start, config, load)
+    before = threading.excepthook
+    threading.excepthook = partial(_thread_crashed, life)
     try:
-        await life.ended
+        worker = Worker(life, start, config, load)
+        try:
+            await life.ended
+        finally:
+            worker.close()
     finally:
-        worker.close()
+        threading.excepthook = before
+
+
+def _thread_crashed(life: Life, what: threading.ExceptHookArgs) -> None:
+    """A thread that is no lane, the transport's for one: Python would print the traceback and go on without it."""
+    life.crash_from_thread(what.exc_value or what.exc_type())
 
 
 class Worker:
@@ -151,13 +162,12 @@ class Worker:
             loaded.max_len,
         )
         core = WorkerCore(info, config)
-        folder = config.debug.journal
         self._shell = Shell(
             core,
             self._mailbox,
             EngineHands(loaded.runner, transfer, self._steps, self._ways, self._put),
             check=(lambda: check_worker(core)) if config.debug.invariants else None,
-            journal=Journal(Path(folder), info, config) if folder else None,
+            journal=Journal(journal_folder(config.debug), info, config) if config.debug.journal else None,
         )
         self._progress("ready", 1.0)
         for event in self._kept:

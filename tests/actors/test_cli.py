@@ -34,7 +34,18 @@ def test_without_a_command_the_help_is_shown() -> None:
         (("serve", "--prt", "1"), "cbdisagg: No such option: --prt"),
         (("frobnicate",), "cbdisagg: No such command 'frobnicate'"),
         (("serve", "--port", "x"), "cbdisagg: Invalid value for '--port'"),
-        (("serve", "--port", "70000"), "cbdisagg: --set: [http] port = 70000: must be from 0 to 65535"),
+        (("serve", "--port", "70000"), "cbdisagg: --port: [http] port = 70000: must be from 0 to 65535"),
+        (("serve", "--host", ""), 'cbdisagg: --host: [http] host = "": must be an address'),
+        (("serve", "--model", ""), "cbdisagg: --model '': name a model folder"),
+        (
+            ("serve", "--model", "smollm2", "--set", "model.path=/tmp"),
+            "cbdisagg: --model and --set model.path=/tmp exclude each other; keep one of the two",
+        ),
+        (("serve", "--model", "/nowhere"), 'cbdisagg: [model] path = "/nowhere": there is no such file or folder'),
+        (
+            ("serve", "--set", "debug.journal=/proc/x"),
+            'cbdisagg: [debug] journal = "/proc/x": cannot be written: No such file or directory',
+        ),
         (("serve", "--no-http"), "cbdisagg: --no-http and --client go together"),
         (("serve", "--no-http", "--client", "{}"), "cbdisagg: --client {}: not the address of a client"),
         (("serve", "--config", "/nowhere.toml"), "cbdisagg: /nowhere.toml: cannot be read"),
@@ -47,6 +58,11 @@ def test_a_mistake_is_one_line_and_status_1(arguments: tuple[str, ...], line: st
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith(line)
+
+
+def test_a_mistake_in_a_command_points_to_the_help_of_that_command() -> None:
+    assert run("serve", "--prt", "1").stderr.endswith("(see cbdisagg serve --help)\n")
+    assert run("frobnicate").stderr.endswith("(see cbdisagg --help)\n")
 
 
 @pytest.mark.parametrize(

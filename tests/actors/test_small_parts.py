@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from cbdisagg.actors.children import BackOff, Incarnations, cause
+from cbdisagg.actors.life import Life
 from cbdisagg.actors.placement import Spot, place_workers
-from cbdisagg.actors.report import Facts, Running, ready_text
+from cbdisagg.actors.report import Facts, Running, context_line, ready_text
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start, read_start, write_config
+from cbdisagg.actors.worker import Loaded, run_worker
 from cbdisagg.config import Config, ConfigError, Kv, Workers
 from cbdisagg.messages import Address, Pair
 
@@ -131,12 +135,13 @@ def test_causes_are_words() -> None:
     assert [cause(0), cause(3), cause(-9), cause(-99)] == ["exit status 0", "exit status 3", "SIGKILL", "signal 99"]
 
 
+CONTEXT = "Context: 8,192 tokens"
 P, D = Address("prefill-0", 2, ""), Address("decode-0", 3, "")
 
 
 def facts(*pairs: Pair, chat: bool = True, key: str = "") -> Facts:
     processes = [Running("prefill-0", 11, 1, (0,)), Running("decode-0", 12, 2, (1, 2)), Running("api", 13)]
-    return Facts("http://127.0.0.1:8000", "tiny", "/models/tiny", chat, key, processes, pairs, "auto", 7.96)
+    return Facts("http://127.0.0.1:8000", "tiny", "/models/tiny", chat, key, CONTEXT, processes, pairs, "auto", 7.96)
 
 
 def test_the_ready_text() -> None:
@@ -146,9 +151,11 @@ cbdisagg serves tiny at http://127.0.0.1:8000/v1  (ready after 8.0 s)
 
 Try it:
   curl -N http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' """
-        """-d '{"model": "tiny", "stream": true, "messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+        """-d '{"model": "tiny", "stream": true, "temperature": 0.2, """
+        """"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
 
 Model folder (give it to clients that want a tokenizer): /models/tiny
+Context: 8,192 tokens
 Processes:
   prefill-0    pid 11      1 thread on core 0
   decode-0     pid 12      2 threads on cores 1, 2
@@ -157,6 +164,20 @@ KV pages move:
   prefill-0 -> decode-0: shm, 8.9 GB/s measured
 Stop with Ctrl-C."""
     )
+
+
+@pytest.mark.parametrize(
+    ("kv", "wanted", "max_len", "context", "line"),
+    [
+        (Kv(), 0, 8192, 8192, "Context: 8,192 tokens"),
+        (Kv(), 0, 100, 0, "Context: 100 tokens"),
+        (Kv(pages=10), 0, 160, 8192, "Context: 160 tokens (the model could 8,192; kv.pages = 10 holds no more)"),
+        (Kv(memory_mb=9), 0, 160, 8192, "Context: 160 tokens (the model could 8,192; kv.memory_mb = 9 holds no more)"),
+        (Kv(), 64, 64, 8192, "Context: 64 tokens (the model could 8,192; model.max_len = 64)"),
+    ],
+)
+def test_the_context_line_says_what_keeps_it_short(kv: Kv, wanted: int, max_len: int, context: int, line: str) -> None:
+    assert context_line(kv, wanted, max_len, context) == line
 
 
 def test_a_fall_back_is_a_warning() -> None:
@@ -169,3 +190,16 @@ def test_a_model_without_chat_template_gets_a_completion_to_try() -> None:
     text = ready_text(facts(chat=False, key="$API_KEY"))
     assert "/v1/completions -H 'Content-Type: application/json' -H \"Authorization: Bearer $API_KEY\" -d" in text
     assert "KV pages" not in text
+
+
+async def test_a_crash_in_a_thread_of_the_transport_is_the_crash_of_the_worker(tmp_path: Path) -> None:
+    def load(*_: object) -> Loaded:
+        thread = threading.Thread(target=lambda: int("a bug"), name="kv-receive")
+        thread.start()
+        thread.join()
+        raise ConfigError("loading is beside the point here")
+
+    start = Start("worker", "decode-0", 5, Address("supervisor", 1, f"ipc://{tmp_path}/s"), 0, str(tmp_path), "")
+    async with asyncio.timeout(20):
+        with pytest.raises(ValueError, match="a bug"):
+            await run_worker(Life(), start, Config(), load)
