@@ -746,4 +746,4 @@ def test_the_embedded_model_equals_what_transformers_makes_of_the_file(real_cach
 
 def test_a_folder_that_is_not_there_is_not_said_to_lack_a_file(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="gone: does not exist"):
-        check_folder(tmp_path / "gone")
+        prepare.check_folder(tmp_path / "gone")
