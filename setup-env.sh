@@ -44,6 +44,8 @@ install() {
     install_torch || die "PyTorch cannot be installed: see above"
     say "[3/3] Installing cbdisagg and what it needs"
     "$PYTHON" -m pip install -e "$ROOT${1:+[$1]}" || die "cbdisagg cannot be installed: see above"
+    # An editable install is found last: a script run beside the clone would take the clone's folder for the package.
+    printf '%s\n' "$ROOT" > "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cbdisagg-root.pth"
 }
 
 # The user's own python3 first, if it will do. A name may be there and not run (pyenv), or lack what makes a venv (Debian).

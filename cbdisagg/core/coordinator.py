@@ -347,7 +347,7 @@ class CoordinatorCore:
     # -------------------------------------------------------------------------------------------------- stats
 
     def _readiness(self) -> tuple[bool, str]:
-        """Each configured role has a worker and, where roles are split, each decode worker a way to be served."""
+        """Each configured role has a worker and, where roles are split, one can hand over to another."""
         if not self.reported:
             return False, "starting: no supervisor has reported"
         serving = [member for member in self.workers.values() if member.load is not None and not member.suspect]
@@ -356,10 +356,10 @@ class CoordinatorCore:
             if role not in roles:
                 return False, f"no {role} worker is running"
         if self.config.policy.mode != "aggregate" and {"prefill", "decode"} <= roles:
-            reached = {pair.decode.incarnation for pair in self._living_pairs() if pair.kind}
-            for member in serving:
-                if member.info.role == "decode" and member.address.incarnation not in reached:
-                    return False, f"no transport from a prefill worker to {member.address.name} has been tested yet"
+            ways = {(pair.prefill.incarnation, pair.decode.incarnation) for pair in self._living_pairs() if pair.kind}
+            living = {member.address.incarnation for member in serving}
+            if not any(prefill in living and decode in living for prefill, decode in ways):
+                return False, "no transport from a prefill to a decode worker has been tested yet"
         return True, ""
 
     def _tell_stats(self) -> None:
