@@ -8,6 +8,7 @@ the prefill worker by way of the decode worker, so the difference of the medians
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -24,8 +25,11 @@ from typing import Annotated
 import aiohttp
 import typer
 from cbdisagg_bench.load import Ask, Client, workload
+from cbdisagg_bench.options import at_least, chosen
 from rich.console import Console
 from rich.progress import Progress
+
+from cbdisagg.cli import fail
 
 START_S = 180.0
 MODEL = "bench"
@@ -47,34 +51,51 @@ threads = {threads}
 """
 
 
+class ServiceFailed(Exception):
+    """A service did not start, or did not answer; one line for whoever measures."""
+
+
 @asynccontextmanager
 async def service(name: str, settings: str, dtype: str) -> AsyncIterator[str]:
-    """A running service; its base address. Port 0 is not asked for: the printed address is read."""
+    """A running service; its base address, as it prints it. Raises ServiceFailed with the last line on its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / f"{name}.toml"
         config.write_text(settings)
-        port = _free_port()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cbdisagg", "serve", "--config", str(config), "--port", str(port)),
-            *("--set", f"model.dtype={dtype}", "--set", f"model.served_name={MODEL}"),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
+        errors = Path(folder) / "stderr"  # a file and not a pipe: nobody reads while the service runs
+        with errors.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "cbdisagg", "serve", "--config", str(config), "--port", str(_free_port())),
+                *("--set", f"model.dtype={dtype}", "--set", f"model.served_name={MODEL}"),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+            )
         try:
-            yield await asyncio.wait_for(_address(name, process), START_S)
+            address = await _address(process)
+            if not address:
+                raise ServiceFailed(f"the service {name} did not get ready: {_last_line(errors)}")
+            yield address
         finally:
             if process.returncode is None:
                 process.send_signal(signal.SIGTERM)
             await process.wait()
 
 
-async def _address(name: str, process: asyncio.subprocess.Process) -> str:
+async def _address(process: asyncio.subprocess.Process) -> str:
+    """Where the service listens; empty if it ended or took too long, and then it has said why."""
     assert process.stdout is not None
-    async for line in process.stdout:
-        found = re.search(rb"http://\S+/v1", line)
-        if found:
-            return found.group().decode().removesuffix("/v1")
-    raise typer.BadParameter(f"the service {name} ended before it was ready")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(START_S):
+            async for line in process.stdout:
+                found = re.search(rb"http://\S+/v1", line)
+                if found:
+                    return found.group().decode().removesuffix("/v1")
+            await process.wait()
+    return ""
+
+
+def _last_line(file: Path) -> str:
+    lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing on stderr"
 
 
 def _free_port() -> int:
@@ -87,7 +108,7 @@ async def _ttft(session: aiohttp.ClientSession, url: str, ask: Ask) -> float:
     begin = time.perf_counter()
     answer = await Client(session, url, MODEL, begin).ask(ask)
     if answer.error:
-        raise typer.BadParameter(f"{url}: {answer.error}")
+        raise ServiceFailed(f"{url}: {answer.error}")
     return answer.times[0]
 
 
@@ -112,9 +133,9 @@ async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, see
 
 
 def handover(
-    repeat: Annotated[int, typer.Option(help="Prompts for each service.")] = 50,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 512,
-    threads: Annotated[int, typer.Option(help="Threads of each worker.")] = 1,
+    repeat: Annotated[int, typer.Option(callback=at_least(2), help="Prompts for each service.")] = 50,
+    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 512,
+    threads: Annotated[int, typer.Option(callback=at_least(1), help="Threads of each worker.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
@@ -123,7 +144,11 @@ def handover(
 
     Example: cbdisagg bench handover --repeat 50 --prompt-tokens 512
     """
-    times = asyncio.run(measure(repeat, prompt_tokens, threads, dtype, seed))
+    chosen("--dtype", [dtype], ("bfloat16", "float32"))
+    try:
+        times = asyncio.run(measure(repeat, prompt_tokens, threads, dtype, seed))
+    except ServiceFailed as failure:
+        fail(str(failure))
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     quartiles = {name: [1e3 * q for q in statistics.quantiles(values, n=4)] for name, values in times.items()}
     cost = medians["1P1D"] - medians["single"]

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import aiohttp
 import numpy as np
 import typer
+from cbdisagg_bench.options import at_least
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -170,13 +171,16 @@ async def _model(url: str) -> str:
 
 def load(
     url: Annotated[str, typer.Argument(help="Base address of the server, without /v1.")],
-    requests: Annotated[int, typer.Option(help="How many requests.")] = 64,
-    concurrency: Annotated[int, typer.Option(help="How many at once.")] = 16,
-    rate: Annotated[float, typer.Option(help="Poisson arrivals per second; 0: as many as concurrency lets in.")] = 0.0,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(help="Length of each answer, or its mean.")] = 32,
+    requests: Annotated[int, typer.Option(callback=at_least(1), help="How many requests.")] = 64,
+    concurrency: Annotated[int, typer.Option(callback=at_least(1), help="How many at once.")] = 16,
+    rate: Annotated[
+        float,
+        typer.Option(callback=at_least(0), help="Poisson arrivals per second; 0: as many as concurrency lets in."),
+    ] = 0.0,
+    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each answer, or its mean.")] = 32,
     exponential: Annotated[bool, typer.Option(help="Draw the lengths of answers from an exponential.")] = True,
-    vocab: Annotated[int, typer.Option(help="Token ids are drawn below this.")] = 49_000,
+    vocab: Annotated[int, typer.Option(callback=at_least(1), help="Token ids are drawn below this.")] = 49_000,
     model: Annotated[str, typer.Option(help="Model name; empty: the first that the server lists.")] = "",
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -189,8 +193,10 @@ def load(
     asks = workload(requests, prompt_tokens, output_tokens, exponential, rate, vocab, seed)
     try:
         model = model or asyncio.run(_model(url))
-    except (aiohttp.ClientError, OSError, KeyError, IndexError, ValueError) as error:
-        raise typer.BadParameter(f"{url} does not answer like an OpenAI-compatible server: {error}") from error
+    except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise typer.BadParameter(
+            f"{url} does not answer like an OpenAI-compatible server: {error}", param_hint="URL"
+        ) from error
     with Progress(console=Console(stderr=True), transient=True) as progress:
         answers, seconds = asyncio.run(run(url, model, asks, concurrency, progress))
     report = summarise(answers, seconds)

@@ -20,7 +20,9 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from cbdisagg_bench.options import at_least, chosen, numbers
 from cbdisagg_kernels.ops import select
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -36,6 +38,8 @@ from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
 PAGE_SIZE = 16
 PREFILL = 512
 WARM_UP = 3
+DTYPES = {"bfloat16": "bf16", "float32": "f32"}
+"""What can be measured, and its name in the table."""
 
 REFERENCE_DRAM = 65.0  # GB/s, and
 REFERENCE_PEAK = 1114.0  # Gop/s in bfloat16, of the machine with 2 cores on which the times below were taken
@@ -75,9 +79,11 @@ class Row:
 
 def step(
     model: Annotated[
-        Path | None, typer.Option(help="Model folder. Without one: random weights, SmolLM2-135M's shape.")
+        Path | None, typer.Option(exists=True, help="Model folder. Without one: random weights, SmolLM2-135M's shape.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of each operator; 0: one per core this process may use.")] = 0,
+    threads: Annotated[
+        int, typer.Option(callback=at_least(0), help="Threads of each operator; 0: one per core it may use.")
+    ] = 0,
     dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, float32.")] = "bfloat16",
     batches: Annotated[
         str, typer.Option(help="Comma-separated numbers of sequences that decode at once.")
@@ -85,21 +91,22 @@ def step(
     contexts: Annotated[
         str, typer.Option(help="Comma-separated numbers of tokens that each sequence has.")
     ] = "128,512,1024",
-    repeat: Annotated[int, typer.Option(help="Steps measured for each figure.")] = 15,
-    seed: Annotated[int, typer.Option(help="Of weights, ids and the order of pages.")] = 0,
+    repeat: Annotated[int, typer.Option(callback=at_least(2), help="Steps measured for each figure.")] = 15,
+    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of weights, ids and the order of pages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time decode steps and the prefill of 512 tokens.
 
     Example: cbdisagg bench step --threads 2 --batches 1,32 --contexts 512
     """
+    kinds = chosen("--dtypes", [name.strip() for name in dtypes.split(",")], DTYPES)
+    sizes = numbers("--batches", batches)
+    cases = [(context, batch) for context in numbers("--contexts", contexts) for batch in sizes]
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    cases = [(context, batch) for context in _numbers(contexts) for batch in _numbers(batches)]
     rows: list[Row] = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as progress:
-        kinds = [name.strip() for name in dtypes.split(",")]
         task = progress.add_task("machine", total=1 + len(kinds) * (len(cases) + 1))
         limits = measure_limits()
         progress.advance(task)
@@ -207,8 +214,8 @@ def _runner(model: Path | None, dtype: str, threads: int, pages: int, tokens: in
 
 
 def _memory(layers: int, pages: int, page_bytes: int, dtype: str) -> np.ndarray:
-    numbers = torch.empty(layers, pages, page_bytes // getattr(torch, dtype).itemsize, dtype=getattr(torch, dtype))
-    return numbers.normal_().view(torch.uint8).numpy()
+    content = torch.empty(layers, pages, page_bytes // getattr(torch, dtype).itemsize, dtype=getattr(torch, dtype))
+    return content.normal_().view(torch.uint8).numpy()
 
 
 def smollm2_spec() -> Spec:
@@ -256,10 +263,6 @@ def _no_push(layer: int, push: Push) -> None:
     raise AssertionError("no slice of the bench pushes")
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _row(phase: str, dtype: str, batch: int, context: int, seconds: list[float], tokens: int) -> Row:
     median = statistics.median(seconds)
     low, _, high = statistics.quantiles(seconds, n=4)
@@ -293,18 +296,23 @@ def _report(rows: list[Row], limits: Limits, threads: int, seed: int, model: Pat
 
 
 def _table(rows: list[Row], limits: Limits, threads: int) -> Table:
+    """Fits 80 columns."""
     title = f"{threads} threads; DRAM read {limits.dram:.1f} GB/s, bfloat16 products {limits.peak:.0f} Gop/s"
     table = Table(
-        title=title, caption="reference: tuned torch on the reference machine; ratio: time over the scaled one"
+        title=title,
+        caption="ref: tuned torch on the reference machine; ratio: time over the scaled one",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        show_edge=False,
     )
-    for name in ("phase", "dtype", "context", "batch", "ms", "spread", "tok/s", "reference ms", "scale", "ratio"):
+    for name in ("phase", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "ref ms", "scale", "ratio"):
         table.add_column(name, justify="left" if name in ("phase", "dtype") else "right")
     for row in rows:
         compared = (
             ("", "", "") if row.ratio is None else (f"{row.reference_ms:.1f}", f"{row.scale:.2f}", f"{row.ratio:.2f}")
         )
         figures = (f"{row.ms:.2f}", f"{row.spread:.2f}", f"{row.tokens_per_s:.0f}")
-        table.add_row(row.phase, row.dtype, str(row.context), str(row.batch), *figures, *compared)
+        table.add_row(row.phase, DTYPES[row.dtype], str(row.context), str(row.batch), *figures, *compared)
     return table
 
 

@@ -8,6 +8,7 @@ inside one process, in the same run, is the yardstick.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -23,6 +24,8 @@ import msgspec
 import numpy as np
 import typer
 import zmq
+from cbdisagg_bench.options import at_least, chosen
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -54,18 +57,18 @@ class Row(TypedDict):
 
 
 def transfer(
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of one hand-over; may be repeated.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(callback=at_least(1), help="Tokens of one hand-over; may be repeated.")
+    ] = None,
     kind: Annotated[list[str] | None, typer.Option(help="shm or zmq; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=3, help="Hand-overs of each size.")] = 50,
+    repeats: Annotated[int, typer.Option(callback=at_least(3), help="Hand-overs of each size.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Measure hand-overs of KV pages between two processes, against a plain copy.
 
     Example: cbdisagg bench transfer --tokens 512 --tokens 2048 --kind shm --repeats 100
     """
-    sizes, kinds = tokens or [128, 512, 2048], kind or list(KINDS)
-    if wrong := [name for name in kinds if name not in KINDS]:
-        raise typer.BadParameter(f"--kind {wrong[0]}: choose from {', '.join(KINDS)}")
+    sizes, kinds = tokens or [128, 512, 2048], chosen("--kind", kind or KINDS, KINDS)
     rows, tests = [], {}
     for name in kinds:
         with Pair(name, sum(-(-size // PAGE_SIZE) for size in sizes)) as pair:
@@ -88,7 +91,9 @@ def transfer(
 
 
 def _print_table(rows: list[Row], tests: dict[str, float]) -> None:
-    table = Table("kind", "tokens", "MiB", "first ms", "median ms", "p10-p90", "GB/s", "runner ms", "memcpy ms", "GB/s")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)  # fits 80 columns
+    for name in ("kind", "tokens", "MiB", "first", "median", "p10-p90", "GB/s", "runner", "memcpy", "GB/s"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
     for row in rows:
         table.add_row(
             row["kind"],
@@ -96,7 +101,7 @@ def _print_table(rows: list[Row], tests: dict[str, float]) -> None:
             f"{row['mib']:.1f}",
             f"{row['first_ms']:.2f}",
             f"{row['median_ms']:.2f}",
-            f"{row['p10_ms']:.2f}-{row['p90_ms']:.2f}",
+            f"{row['p10_ms']:.1f}-{row['p90_ms']:.1f}",
             f"{row['gb_per_s']:.1f}",
             f"{row['runner_ms']:.2f}",
             f"{row['memcpy_ms']:.2f}",
@@ -104,9 +109,8 @@ def _print_table(rows: list[Row], tests: dict[str, float]) -> None:
         )
     console = Console()
     console.print(table)
-    console.print(
-        "first: into memory not touched before. runner: what it cost the thread that computes. memcpy: one process."
-    )
+    console.print("Milliseconds. first: into memory not touched before. memcpy: one process.")
+    console.print("runner: what it cost the thread that computes.")
     console.print("self-test: " + ", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in tests.items()))
 
 
@@ -119,17 +123,32 @@ class Pair:
         self._seconds = 0.0  # of the latest push, in this thread
 
     def __enter__(self) -> Pair:
+        """Both processes, joined. Whatever ends this early, Ctrl-C too, ends the child and leaves nothing behind."""
+        with contextlib.ExitStack() as undo:
+            self._join(undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def _join(self, undo: contextlib.ExitStack) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cbdisagg-bench-")
+        undo.callback(self._folder.cleanup)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "cbdisagg_bench.transfer", self._folder.name, str(self._pages), self._kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,  # Ctrl-C is for this process; the child ends with its stdin
         )
+        undo.callback(self._end_child)
         self._me = Address("prefill", time.time_ns(), f"ipc://{self._folder.name}/prefill")
         self._pool = create_pool(self._me, LAYERS, self._pages, PAGE_BYTES)
+        undo.callback(self._pool.close)
         self._pool.pages[:] = np.random.default_rng(0).integers(0, 256, self._pool.pages.shape, np.uint8)
         self._transfer = _make(self._kind, self._me, self._pool, self._done, lambda _: None)
+        undo.callback(self._transfer.close)
         peer = msgspec.json.decode(self._read(), type=WorkerInfo)
         self._peer = peer.address
         opened = self._transfer.connect(peer)
@@ -137,14 +156,13 @@ class Pair:
             raise SystemExit(f"{self._kind}: {opened.note}")
         probe = Probe(opened.kind, opened.nbytes, opened.checksum, opened.seconds, opened.note)
         self.bytes_per_s = float(self._ask({"sender": self._me, "probe": msgspec.to_builtins(probe)}))
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._child.stdin.close()  # type: ignore[union-attr]
+    def _end_child(self) -> None:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._child.stdin.close()
         self._child.wait()
-        self._transfer.close()
-        self._pool.close()
-        self._folder.cleanup()
+        self._child.stdout.close()
 
     def measure(self, tokens: int, repeats: int, quiet: bool) -> Row:
         pages = -(-tokens // PAGE_SIZE)
