@@ -101,7 +101,7 @@ def _print_table(rows: list[Row], tests: dict[str, float]) -> None:
             f"{row['mib']:.1f}",
             f"{row['first_ms']:.2f}",
             f"{row['median_ms']:.2f}",
-            f"{row['p10_ms']:.1f}-{row['p90_ms']:.1f}",
+            f"{row['p10_ms']:.3g}-{row['p90_ms']:.3g}",
             f"{row['gb_per_s']:.1f}",
             f"{row['runner_ms']:.2f}",
             f"{row['memcpy_ms']:.2f}",
