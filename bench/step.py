@@ -102,6 +102,7 @@ def step(
     kinds = chosen("--dtypes", [name.strip() for name in dtypes.split(",")], DTYPES)
     sizes = numbers("--batches", batches)
     cases = [(context, batch) for context in numbers("--contexts", contexts) for batch in sizes]
+    tokens = max(PREFILL, *(batch * (context + WARM_UP + repeat) for context, batch in cases))
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     rows: list[Row] = []
@@ -112,7 +113,7 @@ def step(
         progress.advance(task)
         for dtype in kinds:
             progress.update(task, description=f"{dtype}: loading")
-            bench = Bench(model, dtype, threads, max(b * (c + WARM_UP + repeat) for c, b in cases), seed)
+            bench = Bench(model, dtype, threads, tokens, seed)
             for row in bench.measure(cases, repeat):
                 rows.append(_compare(row, limits))
                 progress.update(task, advance=1, description=f"{dtype}: {row.phase}")

@@ -24,6 +24,15 @@ def test_json(llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         assert row["tokens_per_s"] == pytest.approx(1e3 * tokens / row["ms"])
 
 
+def test_a_case_smaller_than_the_prefill(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "measure_limits", lambda: Limits(dram=32.5, peak=557.0))
+    monkeypatch.setattr(module, "PREFILL", 40)
+    step(model=llama.folder, threads=1, dtypes="float32", batches="1", contexts="8", repeat=2, as_json=True)
+    assert [row["phase"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["decode", "prefill"]
+
+
 def test_reference_is_scaled_by_what_bounds_the_step() -> None:
     half = Limits(dram=32.5, peak=1114.0 / 4)
     small = module._compare(Row("decode", "bfloat16", 16, 512, 82.0, 0.0, 0.0), half)
