@@ -96,9 +96,11 @@ class WorkerCore:
                 self.reporter.rung()
             case _:
                 assert_never(event)
+        self._effects += self.streams.flush(
+            self.peers.apis
+        )  # before the step, whose thread competes for the interpreter
         self._admit()
         self._plan()
-        self._effects += self.streams.flush(self.peers.apis)
         self._effects += self.reporter.report(self, now)
         return self._effects
 
