@@ -1,8 +1,9 @@
 """What a hand-over costs: TTFT of one prefill + one decode worker against one worker that does both, unloaded.
 
-Starts both services on this machine, each worker with the same number of threads, and asks them in turn, so that a
-change of the machine's speed meets both. Every prompt is new: nothing is cached. The first token of the pair comes from
-the prefill worker by way of the decode worker, so the difference of the medians is the hand-over.
+Starts both services on this machine, each worker with the same number of threads, prompts computed on the same cores,
+and asks them in turn, so that a change of the machine's speed meets both. Every prompt is new: nothing is cached. The
+first token of the pair comes from the prefill worker by way of the decode worker, so the difference of the medians is
+the hand-over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -38,9 +40,11 @@ PAIR = """
 [[workers]]
 role = "prefill"
 threads = {threads}
+cpus = "{first}"
 [[workers]]
 role = "decode"
 threads = {threads}
+cpus = "{second}"
 [policy]
 mode = "disaggregate"
 """
@@ -48,6 +52,7 @@ SINGLE = """
 [[workers]]
 role = "any"
 threads = {threads}
+cpus = "{first}"
 """
 
 
@@ -104,6 +109,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _places(threads: int) -> dict[str, object]:
+    """Cores: the single worker has those of the prefill worker, so that both compute prompts in the same place."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2 * threads:
+        return {"threads": threads, "first": "none", "second": "none"}
+    first, second = (",".join(map(str, cores[n : n + threads])) for n in (0, threads))
+    return {"threads": threads, "first": first, "second": second}
+
+
 async def _ttft(session: aiohttp.ClientSession, url: str, ask: Ask) -> float:
     begin = time.perf_counter()
     answer = await Client(session, url, MODEL, begin).ask(ask)
@@ -115,10 +129,11 @@ async def _ttft(session: aiohttp.ClientSession, url: str, ask: Ask) -> float:
 async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, seed: int) -> dict[str, list[float]]:
     """TTFT in seconds, by service, in the order in which they were asked."""
     asks = workload(2 * (repeat + 3), prompt_tokens, 4, False, 0.0, 49_000, seed)
+    places = _places(threads)
     times: dict[str, list[float]] = {"1P1D": [], "single": []}
     async with (
-        service("pair", PAIR.format(threads=threads), dtype) as pair,
-        service("single", SINGLE.format(threads=threads), dtype) as single,
+        service("pair", PAIR.format(**places), dtype) as pair,
+        service("single", SINGLE.format(**places), dtype) as single,
         aiohttp.ClientSession() as session,
     ):
         with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ END_OF_START = "Stop with Ctrl-C."
 NEARLY_EQUAL = 1e-4
 """Two logits that are closer than this may be told apart differently by sums in another order."""
 PATIENCE_S = 150.0
+REPORTED_S = 1.0
+"""A worker's load is told within 0.05 s of a change, and the workers' loads within 0.2 s of that; and some patience."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,17 @@ class Service:
         return metrics
 
     async def until_idle(self) -> Metrics:
-        metrics = await self.until(lambda metrics: metrics.idle)
+        """Idle for longer than what workers tell takes to reach /metrics: a scrape may show the time before."""
+        since: list[float] = []
+
+        def settled(metrics: Metrics) -> bool:
+            if not metrics.idle:
+                since.clear()
+                return False
+            since.append(time.monotonic())
+            return since[-1] - since[0] > REPORTED_S
+
+        metrics = await self.until(settled)
         assert metrics.total("kv_page_leaks_total") == 0
         return metrics
 
