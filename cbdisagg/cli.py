@@ -139,7 +139,7 @@ def _address(client: str | None) -> Address | None:
 StartFile = Annotated[Path, typer.Option("--start", help="The start file that a supervisor has written (JSON).")]
 
 
-@app.command(epilog=EXAMPLE + "cbdisagg worker --start /tmp/cbdisagg-x1/decode-0.1700000000000000000.json")
+@app.command(epilog=EXAMPLE + "cbdisagg worker --start FOLDER/decode-0.1700000000000000000.json")
 def worker(start: StartFile) -> None:
     """Run one worker; serve does this for you."""
     from cbdisagg.actors.life import run_child
@@ -150,7 +150,7 @@ def worker(start: StartFile) -> None:
     run_child(given, lambda life: run_worker(life, given, config))
 
 
-@app.command(epilog=EXAMPLE + "cbdisagg coordinator --start /tmp/cbdisagg-x1/coordinator.1700000000000000000.json")
+@app.command(epilog=EXAMPLE + "cbdisagg coordinator --start FOLDER/coordinator.1700000000000000000.json")
 def coordinator(start: StartFile) -> None:
     """Run the coordinator; serve does this for you."""
     from cbdisagg.actors.coordinator import run_coordinator
@@ -161,7 +161,7 @@ def coordinator(start: StartFile) -> None:
     run_child(given, lambda life: run_coordinator(life, given, config))
 
 
-@app.command(epilog=EXAMPLE + "cbdisagg api --start /tmp/cbdisagg-x1/api.1700000000000000000.json")
+@app.command(epilog=EXAMPLE + "cbdisagg api --start FOLDER/api.1700000000000000000.json")
 def api(start: StartFile) -> None:
     """Run the HTTP server; serve does this for you."""
     from cbdisagg.actors.api import run_api
