@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from cbdisagg.messages import AttemptId, Hash, Page
 
@@ -95,12 +95,6 @@ class Pages:
             if page in self.quarantined:
                 self.quarantined.remove(page)
                 heappush(self.free, page)
-
-    def forget_cached(self) -> None:
-        """Empty the prefix cache."""
-        while self.cached:
-            self._evict()
-        heapify(self.free)
 
     def _evict(self) -> None:
         page, _ = self.cached.popitem(last=False)

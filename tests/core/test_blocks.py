@@ -101,14 +101,6 @@ def test_a_page_that_settles_while_it_is_held_stays_held() -> None:
     assert pages.available() == 2
 
 
-def test_the_cache_can_be_emptied() -> None:
-    pages = Pages(3)
-    pages.release(published(pages, "a", "b"))
-    pages.forget_cached()
-    assert sorted(pages.free) == [0, 1, 2]
-    assert not pages.by_hash and not pages.hash_of and not pages.cached
-
-
 class PagesMachine(RuleBasedStateMachine):
     """Readers, writers and hashes in any order, against a plain account of who holds what."""
 
