@@ -4,8 +4,8 @@ Knows its own requests, prefill jobs, pages and peers; not clocks, sockets, byte
 this worker twice is computed here; one whose prefill is elsewhere waits in reserved pages. A job is the other end of
 that: this worker's share of a request that another decodes. Both run in the same scheduler.
 
-One entry: `handle(event, now) -> effects`. Every event ends the same way: admit what fits, plan a step if none is in
-flight, tell the tokens, report the load.
+One entry: `handle(event, now) -> effects`. Every event ends the same way: tell the tokens, admit what fits, plan a step
+if none is in flight, report the load.
 """
 
 from __future__ import annotations
