@@ -12,6 +12,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return functional.silu(gate).mul_(up)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """x times the normal distribution's share below x (Hendrycks and Gimpel 2016), exact form. [rows, inner]."""
+    return functional.gelu(x)
+
+
 def relu(x: Tensor) -> Tensor:
     """max(x, 0), in place."""
     return x.relu_()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,17 +54,11 @@ class Chunk:
     pages: Tensor  # int32 [pages], in order
 
 
-class Attention(Protocol):
-    """`plan_*` once a step, `decode` and `chunk` once a layer. Queries are [rows, heads, head_dim], already scaled."""
-
-    def plan_decode(self, first: int, pages: Tensor, lengths: Sequence[int]) -> list[DecodeGroup]: ...
-    def plan_chunk(self, first: int, count: int, start: int, pages: Tensor) -> Chunk: ...
-    def decode(self, query: Tensor, layer: Tensor, group: DecodeGroup, out: Tensor) -> None: ...
-    def chunk(self, query: Tensor, layer: Tensor, chunk: Chunk, out: Tensor) -> None: ...
-
-
 class TorchAttention:
-    """`Attention` in plain torch operators. Owns the memory that pages are gathered into, so it serves one thread."""
+    """In plain torch operators. `plan_*` once a step, `decode` and `chunk` once a layer; queries are already scaled.
+
+    Owns the memory that pages are gathered into, so it serves one thread.
+    """
 
     def __init__(self, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype) -> None:
         self.kv_heads, self.page_size, self.head_dim, self.dtype = kv_heads, page_size, head_dim, dtype

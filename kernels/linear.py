@@ -22,9 +22,9 @@ MOST_INPUTS = 1024
 
 
 class Linear(Protocol):
-    """[rows, in] -> [rows, out], in the weight's dtype."""
+    """[rows, in] -> [rows, out], in the weight's dtype. `residual` [rows, out] is added, and may be overwritten."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
 
 
 class PlainLinear:
@@ -33,8 +33,9 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight.contiguous(), bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = functional.linear(x, self.weight, self.bias)
+        return y if residual is None else y.add_(residual)
 
 
 class PackedLinear:
@@ -55,7 +56,11 @@ class PackedLinear:
         self.multiply = torch.ops.mkldnn._linear_pointwise
         self.multiply_add = torch.ops.mkldnn._linear_pointwise.binary
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = self._product(x)
+        return y if residual is None else y.add_(residual)
+
+    def _product(self, x: Tensor) -> Tensor:
         if len(self.weights) == 1:
             return self.multiply(x, self.weights[0], self.bias, "none", [], "")
         parts = x.split(self.widths, -1)

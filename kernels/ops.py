@@ -1,54 +1,81 @@
 """The operators that a model is made of: one set for each kind of device, chosen once, when a worker starts.
 
-Knows which implementation suits a device and a dtype. A faster kernel is one new file beside the others and one line in
-`select`; the model calls what it is given.
+Knows which implementation suits a device and a dtype: on a CPU the C kernels of cpu/ where they can be compiled, else
+torch's operators. A faster kernel is one new file beside the others and one line in `select`; the model calls what it
+is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from cbdisagg_kernels.activation import relu, silu_mul
-from cbdisagg_kernels.attention import Attention, TorchAttention
-from cbdisagg_kernels.kv_write import kv_rows, write_kv
+from cbdisagg_kernels.activation import gelu, relu, silu_mul
+from cbdisagg_kernels.argmax import argmax
 from cbdisagg_kernels.linear import Linear, PackedLinear, PlainLinear, has_packed_form
+from cbdisagg_kernels.native import Native, native
+from cbdisagg_kernels.native_attention import NativeSelfAttention, fits
+from cbdisagg_kernels.native_small import NativeSmall
 from cbdisagg_kernels.norm import layer_norm, rms_norm
-from cbdisagg_kernels.rope import rope_
+from cbdisagg_kernels.self_attention import SelfAttention, Shape, TorchSelfAttention
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Each field has the signature and meaning of the function of that name in its own file."""
+    """Each field has the signature and meaning of the function, or the class, of that name in its own file."""
 
     name: str  # part of a worker's fingerprint: operators of another name round differently
     linear: Callable[[Tensor, Tensor | None], Linear]
-    attention: Callable[[int, int, int, torch.dtype], Attention]  # kv_heads, page_size, head_dim, dtype
+    attention: Callable[[Shape], SelfAttention[Any]]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     layer_norm: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor]
-    rope_: Callable[[Tensor, Tensor, Tensor], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
     relu: Callable[[Tensor], Tensor]
-    kv_rows: Callable[[Tensor, int, int], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor], None]
+    gelu: Callable[[Tensor], Tensor]
+    argmax: Callable[[Tensor], Tensor]
 
 
 def select(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The operators for `device` and `dtype`. Raises ValueError if there are none."""
+    """The operators for `device` and `dtype`, on as many threads as torch has now. Raises ValueError if there are none."""
     if device.type != "cpu":
         raise ValueError(f"no operators for device {device}: this build runs on cpu")
+    library = native() if dtype in (torch.float32, torch.bfloat16) else None
+    return _torch(device, dtype) if library is None else _native(library, device, dtype)
+
+
+def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
     packed = has_packed_form(device, dtype)
     return Ops(
         name="torch-onednn" if packed else "torch",
         linear=PackedLinear if packed else PlainLinear,
-        attention=TorchAttention,
+        attention=TorchSelfAttention,
         rms_norm=rms_norm,
         layer_norm=layer_norm,
-        rope_=rope_,
         silu_mul=silu_mul,
         relu=relu,
-        kv_rows=kv_rows,
-        write_kv=write_kv,
+        gelu=gelu,
+        argmax=argmax,
+    )
+
+
+def _native(library: Native, device: torch.device, dtype: torch.dtype) -> Ops:
+    threads = torch.get_num_threads()
+    small = NativeSmall(library, threads)
+
+    def attention(shape: Shape) -> SelfAttention[Any]:
+        return NativeSelfAttention(library, threads, shape) if fits(shape) else TorchSelfAttention(shape)
+
+    return Ops(
+        name=library.name,
+        linear=PackedLinear if has_packed_form(device, dtype) else PlainLinear,
+        attention=attention,
+        rms_norm=small.rms_norm,
+        layer_norm=small.layer_norm,
+        silu_mul=small.silu_mul,
+        relu=small.relu,
+        gelu=small.gelu,
+        argmax=small.argmax,
     )

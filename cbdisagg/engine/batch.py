@@ -7,12 +7,13 @@ as the plan has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from cbdisagg_kernels.attention import Attention, Chunk, DecodeGroup
+from cbdisagg_kernels.self_attention import SelfAttention, positions_of
 from torch import Tensor
 
 from cbdisagg.engine.slots import Slots
@@ -21,7 +22,7 @@ from cbdisagg.messages import Slice
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens. `ids`, `positions` int32 [rows]; `kv_rows` where each row's keys and values go in a layer.
+    """One step's tokens. `ids`, `positions` int32 [rows]; `attention`: the plan of the model's `SelfAttention`.
 
     `outputs` int64: rows that the head is asked for, those that draw first; None if it is all rows in their order.
     `draws`: the number in the plan of the slice that draws from each of the first outputs. `scores`: (number in the
@@ -30,43 +31,32 @@ class Batch:
 
     ids: Tensor
     positions: Tensor
-    kv_rows: Tensor
-    groups: list[DecodeGroup]
-    chunks: list[Chunk]
+    attention: Any
     outputs: Tensor | None
     draws: list[int]
     scores: list[tuple[int, int, int]]
 
 
-def make_batch(
-    slices: Sequence[Slice],
-    slots: Slots,
-    attention: Attention,
-    kv_rows: Callable[[Tensor, int, int], Tensor],
-    kv_heads: int,
-) -> Batch:
+def make_batch(slices: Sequence[Slice], slots: Slots, attention: SelfAttention[Any]) -> Batch:
     """Raises ValueError if a slice is empty, or names tokens or pages that its slot does not have."""
     for part in slices:
         _check(part, slots)
     singles = sorted((n for n, part in enumerate(slices) if part.count == 1), key=lambda n: slices[n].start)
-    longer = [n for n, part in enumerate(slices) if part.count > 1]
-    order = [*singles, *longer]
+    order = [*singles, *(n for n, part in enumerate(slices) if part.count > 1)]
 
     counts = [slices[n].count for n in order]
     firsts = np.cumsum([0, *counts])[:-1].tolist()
-    slot_of_row = np.repeat([slices[n].slot for n in order], counts)
-    positions = np.concatenate([np.arange(slices[n].start, slices[n].start + slices[n].count) for n in order])
-    page, place = np.divmod(positions, slots.page_size)
-    where = slots.pages[slot_of_row, page].astype(np.int64) * slots.page_size + place
-
+    segments = np.array(
+        [(first, slices[n].count, slices[n].start, slices[n].slot) for n, first in zip(order, firsts, strict=True)],
+        np.int32,
+    )
+    positions = positions_of(segments)
     first_of = dict(zip(order, firsts, strict=True))  # in the order of the rows
     outputs, draws, scores = _outputs(slices, slots, first_of)
     return Batch(
-        ids=torch.from_numpy(slots.ids[slot_of_row, positions]),
+        ids=torch.from_numpy(slots.ids[np.repeat(segments[:, 3], counts), positions]),
         positions=torch.from_numpy(positions),
-        kv_rows=kv_rows(torch.from_numpy(where), kv_heads, slots.page_size),
-        groups=_groups([slices[n] for n in singles], slots, attention),
-        chunks=[_chunk(slices[n], first_of[n], slots, attention) for n in longer],
+        attention=attention.plan(segments, slots.pages),
         outputs=None if outputs == list(range(len(positions))) else torch.tensor(outputs, dtype=torch.int64),
         draws=draws,
         scores=scores,
@@ -97,20 +87,3 @@ def _outputs(
             scores.append((n, len(outputs), count))
             outputs.extend(range(first_of[n], first_of[n] + count))
     return outputs, draws, scores
-
-
-def _groups(singles: Sequence[Slice], slots: Slots, attention: Attention) -> list[DecodeGroup]:
-    if not singles:
-        return []
-    lengths = np.array([part.start + 1 for part in singles])
-    counts = -(-lengths // slots.page_size)
-    # Behind a sequence's last page the table repeats it, so that a gather never reads a page of unknown content.
-    columns = np.minimum(np.arange(counts.max())[None, :], counts[:, None] - 1)
-    tables = slots.pages[np.array([part.slot for part in singles])[:, None], columns]
-    return attention.plan_decode(0, torch.from_numpy(tables), lengths.tolist())
-
-
-def _chunk(part: Slice, first: int, slots: Slots, attention: Attention) -> Chunk:
-    pages = -(-(part.start + part.count) // slots.page_size)
-    table = torch.from_numpy(slots.pages[part.slot, :pages])
-    return attention.plan_chunk(first, part.count, part.start, table)

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from cbdisagg_kernels.attention import Attention
 from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.ops import Ops
-from cbdisagg_kernels.rope import rope_tables
+from cbdisagg_kernels.self_attention import Rotation, Shape
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,8 +36,6 @@ class Decoder:
 
     def __init__(self, spec: Spec, weights: ModelWeights, ops: Ops, pool: Tensor, max_len: int) -> None:
         self.spec, self.ops, self.pool, self.dtype = spec, ops, pool, pool.dtype
-        self.attention: Attention = ops.attention(spec.kv_heads, pool.shape[4], spec.head_dim, self.dtype)
-        self.scale = spec.head_dim**-0.5
         self.activate = ops.silu_mul if spec.activation == "silu_mul" else ops.relu
         self.embedding = weights.embed.to(self.dtype)
         self.project_in = self._linear(weights.project_in) if weights.project_in else None
@@ -47,12 +44,15 @@ class Decoder:
         self.project_out = self._linear(weights.project_out) if weights.project_out else None
         self.head = self._linear(Affine(weights.head))
         self.position_table: Tensor | None = None
+        rotation: Rotation | None = None
         match spec.positions:
             case Rope(frequencies, scaling):
-                self.cos, self.sin = rope_tables(frequencies, max_len, scaling, self.dtype)
+                rotation = Rotation(frequencies, scaling, max_len)
             case Learned(offset):
                 assert weights.positions is not None
                 self.position_table = weights.positions[offset : offset + max_len].to(self.dtype)
+        shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, pool.shape[4], self.dtype, rotation)
+        self.attention = ops.attention(shape)
 
     def forward(self, batch: Batch, written: Callable[[int], None]) -> Tensor:
         """What the head takes, for the rows `batch.outputs`: [outputs, width].
@@ -61,21 +61,21 @@ class Decoder:
         """
         norm_first = self.spec.norm_first
         x = self._embed(batch)
-        turn = (self.cos[batch.positions], self.sin[batch.positions]) if self.position_table is None else None
         for n, layer in enumerate(self.layers):
-            query = self._project(layer.attention_norm(x) if norm_first else x, layer, self.pool[n], batch, turn)
+            qkv = self._heads(layer.qkv(layer.attention_norm(x) if norm_first else x))
+            self.attention.write(qkv, self.pool[n], batch.attention)
             written(n)
             chosen = batch.outputs if n == len(self.layers) - 1 else None
             if chosen is not None and not len(chosen):
                 return x[:0]
-            attended = self._attend(query, self.pool[n], batch)
+            attended = self.attention.attend(qkv, self.pool[n], batch.attention)
             if chosen is not None:
                 attended, x = attended[chosen], x[chosen]  # nothing reads the other rows any more
-            x = layer.out(attended).add_(x)
+            x = layer.out(attended, residual=x)
             if not norm_first:
                 x = layer.attention_norm(x)
             fed = layer.feed_norm(x) if norm_first else x
-            x = layer.down(self.activate(layer.up(fed))).add_(x)
+            x = layer.down(self.activate(layer.up(fed)), residual=x)
             if not norm_first:
                 x = layer.feed_norm(x)
         if self.final_norm:
@@ -83,8 +83,8 @@ class Decoder:
         return self.project_out(x) if self.project_out else x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, width] -> [rows, vocab] in float32; columns of padding ids are cut off."""
-        return self.head(hidden)[:, : self.spec.vocab].float()
+        """[rows, width] -> [rows, vocab]; columns of padding ids are cut off."""
+        return self.head(hidden)[:, : self.spec.vocab]
 
     def _embed(self, batch: Batch) -> Tensor:
         x = functional.embedding(batch.ids, self.embedding)
@@ -94,25 +94,9 @@ class Decoder:
             x = x + functional.embedding(batch.positions, self.position_table)
         return x
 
-    def _project(
-        self, x: Tensor, layer: Layer, pool: Tensor, batch: Batch, turn: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """Scaled queries [rows, heads, head_dim]; keys and values go to the pool."""
-        heads, kv_heads = self.spec.heads, self.spec.kv_heads
-        qkv = layer.qkv(x).view(len(x), heads + 2 * kv_heads, self.spec.head_dim)
-        if turn is not None:
-            self.ops.rope_(qkv[:, : heads + kv_heads], *turn)
-        self.ops.write_kv(pool, batch.kv_rows, qkv[:, heads:])
-        return qkv[:, :heads] * self.scale
-
-    def _attend(self, query: Tensor, pool: Tensor, batch: Batch) -> Tensor:
-        """[rows, heads, head_dim] -> [rows, heads * head_dim]."""
-        out = torch.empty_like(query)
-        for group in batch.groups:
-            self.attention.decode(query, pool, group, out)
-        for chunk in batch.chunks:
-            self.attention.chunk(query, pool, chunk, out)
-        return out.view(len(query), -1)
+    def _heads(self, qkv: Tensor) -> Tensor:
+        """[rows, width] -> [rows, heads + 2 * kv_heads, head_dim]."""
+        return qkv.view(len(qkv), -1, self.spec.head_dim)
 
     def _layer(self, weights: LayerWeights) -> Layer:
         return Layer(

@@ -9,9 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cbdisagg.engine.base import PushLayer
@@ -51,15 +49,14 @@ class TorchRunner:
         return StepResult(plan.number, sampled, time.perf_counter() - started)
 
     def _compute(self, slices: Sequence[Slice], push: PushLayer) -> tuple[Sampled, ...]:
-        decoder, ops = self.decoder, self.decoder.ops
-        batch = make_batch(slices, self.slots, decoder.attention, ops.kv_rows, decoder.spec.kv_heads)
+        batch = make_batch(slices, self.slots, self.decoder.attention)
         pushes = [part.push for part in slices if part.push is not None]
 
         def written(layer: int) -> None:
             for each in pushes:
                 push(layer, each)
 
-        hidden = decoder.forward(batch, written)
+        hidden = self.decoder.forward(batch, written)
         results = dict.fromkeys(range(len(slices)), NOTHING)
         for n, first, count in batch.scores:
             scores = self._score(slices[n], hidden[first : first + count])
@@ -72,14 +69,21 @@ class TorchRunner:
         """(number of the slice, what it drew), after each drawn id has joined its slot."""
         if not batch.draws:
             return []
+        logits = self.decoder.logits(hidden[: len(batch.draws)])
+        best = self.decoder.ops.argmax(logits).tolist()
         drawn = []
-        for n, row in zip(batch.draws, self._logits(hidden[: len(batch.draws)]), strict=True):
+        for output, n in enumerate(batch.draws):
             slot = slices[n].slot
             held = self.slots[slot]
-            token = held.drawer.draw(row, held.length)
+            told: tuple[Logprobs, ...] = ()
+            if held.drawer.takes_best(held.length) and held.sampling.logprobs < 0:
+                token = best[output]  # nothing else looks at the row: it is neither copied nor converted
+            else:
+                row = logits[output].float().numpy()
+                token = held.drawer.draw(row, held.length)
+                if held.sampling.logprobs >= 0:
+                    told = (logprobs(row, token, held.sampling.logprobs),)
             self.slots.append(slot, token)
-            alternatives = held.sampling.logprobs
-            told = () if alternatives < 0 else (logprobs(row, token, alternatives),)
             drawn.append((n, Sampled((token,), told)))
         return drawn
 
@@ -89,9 +93,6 @@ class TorchRunner:
         targets = self.slots.ids[part.slot, part.start + 1 :]
         scores: list[Logprobs] = []
         for first in range(0, len(hidden), SCORE_ROWS):
-            for row in self._logits(hidden[first : first + SCORE_ROWS]):
+            for row in self.decoder.logits(hidden[first : first + SCORE_ROWS]).float().numpy():
                 scores.append(logprobs(row, int(targets[len(scores)]), alternatives))
         return tuple(scores)
-
-    def _logits(self, hidden: Tensor) -> NDArray[np.float32]:
-        return self.decoder.logits(hidden).numpy()

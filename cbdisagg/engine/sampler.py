@@ -48,6 +48,10 @@ class Drawer:
         if self.repeats or self.counts_output:
             self.counts[token] += 1
 
+    def takes_best(self, position: int) -> bool:
+        """Whether `draw` at `position` gives the best of the logits as they are, the lowest id among equals."""
+        return self.sampling.temperature == 0.0 and not self._adjusts(position)
+
     def draw(self, logits: Floats, position: int) -> int:
         """The id at `position` of prompt + output. `logits` [vocab] are left as they are."""
         adjusted = self._adjust(logits, position)
@@ -63,10 +67,9 @@ class Drawer:
 
     def _adjust(self, logits: Floats, position: int) -> Floats:
         """Bias, penalties and the ban on end ids; `logits` itself if none applies."""
-        sampling = self.sampling
-        banned = len(self.end_ids) > 0 and position - self.prompt_length < sampling.min_tokens
-        if not (banned or len(self.bias_ids) or self.repeats or self.counts_output):
+        if not self._adjusts(position):
             return logits
+        sampling = self.sampling
         adjusted = logits.copy()
         adjusted[self.bias_ids] += self.bias
         if self.repeats:
@@ -78,9 +81,16 @@ class Drawer:
         if self.counts_output:
             adjusted -= np.float32(sampling.frequency_penalty) * self.counts
             adjusted -= np.float32(sampling.presence_penalty) * (self.counts > 0)
-        if banned:
+        if self._bans(position):
             adjusted[self.end_ids] = -np.inf
         return adjusted
+
+    def _adjusts(self, position: int) -> bool:
+        return self._bans(position) or len(self.bias_ids) > 0 or self.repeats or self.counts_output
+
+    def _bans(self, position: int) -> bool:
+        """Whether it is too early for an end id."""
+        return len(self.end_ids) > 0 and position - self.prompt_length < self.sampling.min_tokens
 
 
 def threshold(scaled: Floats, top_k: int, top_p: float, min_p: float) -> float:
