@@ -1,0 +1,82 @@
+/* A cell's 16 columns as vectors of the instruction set, and what the tiles do with them.
+ *
+ * ROWS and CELLS are the shape of a tile: as many accumulators as registers allow beside a cell and a word of x.
+ */
+#ifndef CBD_GEMM_VECTOR_H
+#define CBD_GEMM_VECTOR_H
+
+#include "gemm.h"
+
+#if defined(CBD_AVX512)
+enum { LANES = 16, CELLS = 2, ROWS = 12, INT8_ROWS = 6 };
+#elif defined(CBD_AVX2)
+enum { LANES = 8, CELLS = 1, ROWS = 6, INT8_ROWS = 2 };
+#elif defined(__aarch64__)
+enum { LANES = 4, CELLS = 1, ROWS = 4, INT8_ROWS = 2 };
+#else
+enum { LANES = 4, CELLS = 1, ROWS = 2, INT8_ROWS = 1 };
+#endif
+
+enum { VECTORS = CELL / LANES }; /* of a cell */
+
+typedef float floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t words __attribute__((vector_size(LANES * 4)));
+
+INLINE floats load_floats(const void *from) {
+    floats x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE words load_words(const void *from) {
+    words x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+/* x, and the compiler is not to load it again instead of keeping it. */
+INLINE words in_register(words x) {
+#if defined(CBD_AVX512) || defined(CBD_AVX2)
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
+INLINE uint32_t load_word(const void *from) {
+    uint32_t x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE floats repeat_float(float x) {
+    return x - (floats){0};
+}
+
+/* acc + a b; rounded once where the instruction set has that. */
+INLINE floats multiply_add(floats acc, floats a, floats b) {
+#if defined(CBD_AVX512)
+    return _mm512_fmadd_ps(a, b, acc);
+#elif defined(CBD_AVX2)
+    return _mm256_fmadd_ps(a, b, acc);
+#else
+    return acc + a * b;
+#endif
+}
+
+/* acc + the dot product of each column's word with a word of x. `number`: FLOAT32 or BFLOAT16, a constant. */
+INLINE floats dot(const int number, floats acc, words cell, uint32_t x) {
+    if (number == FLOAT32) {
+        float value;
+        memcpy(&value, &x, sizeof value);
+        return multiply_add(acc, (floats)cell, repeat_float(value));
+    }
+#if defined(CBD_AVX512)
+    return _mm512_dpbf16_ps(acc, (__m512bh)cell, (__m512bh)_mm512_set1_epi32((int)x));
+#else
+    acc = multiply_add(acc, (floats)(cell << 16), repeat_float(from_bf16((bf16)x)));
+    return multiply_add(acc, (floats)(cell & 0xffff0000u), repeat_float(from_bf16((bf16)(x >> 16))));
+#endif
+}
+
+#endif
