@@ -22,9 +22,12 @@ MOST_INPUTS = 1024
 
 
 class Linear(Protocol):
-    """[rows, in] -> [rows, out], in the weight's dtype. `residual` [rows, out] is added, and may be overwritten."""
+    """[rows, in] -> [rows, out], in the weight's dtype. `residual` [rows, out] is added, and may be overwritten.
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor: ...
+    `wide`: float32 whatever the dtype, with more than its precision where that costs nothing.
+    """
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, wide: bool = False) -> Tensor: ...
 
 
 class PlainLinear:
@@ -33,9 +36,8 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight.contiguous(), bias
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = functional.linear(x, self.weight, self.bias)
-        return y if residual is None else y.add_(residual)
+    def __call__(self, x: Tensor, residual: Tensor | None = None, wide: bool = False) -> Tensor:
+        return _finished(functional.linear(x, self.weight, self.bias), residual, wide)
 
 
 class PackedLinear:
@@ -56,9 +58,8 @@ class PackedLinear:
         self.multiply = torch.ops.mkldnn._linear_pointwise
         self.multiply_add = torch.ops.mkldnn._linear_pointwise.binary
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = self._product(x)
-        return y if residual is None else y.add_(residual)
+    def __call__(self, x: Tensor, residual: Tensor | None = None, wide: bool = False) -> Tensor:
+        return _finished(self._product(x), residual, wide)
 
     def _product(self, x: Tensor) -> Tensor:
         if len(self.weights) == 1:
@@ -68,6 +69,11 @@ class PackedLinear:
         for part, weight in zip(parts[1:], self.weights[1:], strict=True):
             y = self.multiply_add(part, y, weight, None, "add")
         return y
+
+
+def _finished(y: Tensor, residual: Tensor | None, wide: bool) -> Tensor:
+    y = y if residual is None else y.add_(residual)
+    return y.float() if wide else y
 
 
 def has_packed_form(device: torch.device, dtype: torch.dtype) -> bool:

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from cbdisagg_kernels.activation import gelu, relu, silu_mul
 from cbdisagg_kernels.argmax import argmax
+from cbdisagg_kernels.layers import RunLayers, Stack
 from cbdisagg_kernels.linear import Linear, PackedLinear, PlainLinear, has_packed_form
 from cbdisagg_kernels.native import Native, native
 from cbdisagg_kernels.native_attention import NativeSelfAttention, fits
+from cbdisagg_kernels.native_layers import NativeLayers, can_fuse
+from cbdisagg_kernels.native_linear import Packer
 from cbdisagg_kernels.native_small import NativeSmall
 from cbdisagg_kernels.norm import layer_norm, rms_norm
 from cbdisagg_kernels.self_attention import SelfAttention, Shape, TorchSelfAttention
@@ -36,14 +39,18 @@ class Ops:
     relu: Callable[[Tensor], Tensor]
     gelu: Callable[[Tensor], Tensor]
     argmax: Callable[[Tensor], Tensor]
+    fuse: Callable[[Stack], RunLayers | None]  # layers that were made of these operators, as one call
 
 
 def select(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The operators for `device` and `dtype`, on as many threads as torch has now. Raises ValueError if there are none."""
+    """The operators for `device` and `dtype`, on as many threads as torch has now.
+
+    Raises ValueError if there are none.
+    """
     if device.type != "cpu":
         raise ValueError(f"no operators for device {device}: this build runs on cpu")
     library = native() if dtype in (torch.float32, torch.bfloat16) else None
-    return _torch(device, dtype) if library is None else _native(library, device, dtype)
+    return _torch(device, dtype) if library is None else _native(library)
 
 
 def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
@@ -58,10 +65,11 @@ def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
         relu=relu,
         gelu=gelu,
         argmax=argmax,
+        fuse=lambda stack: None,
     )
 
 
-def _native(library: Native, device: torch.device, dtype: torch.dtype) -> Ops:
+def _native(library: Native) -> Ops:
     threads = torch.get_num_threads()
     small = NativeSmall(library, threads)
 
@@ -70,7 +78,7 @@ def _native(library: Native, device: torch.device, dtype: torch.dtype) -> Ops:
 
     return Ops(
         name=library.name,
-        linear=PackedLinear if has_packed_form(device, dtype) else PlainLinear,
+        linear=Packer(library),
         attention=attention,
         rms_norm=small.rms_norm,
         layer_norm=small.layer_norm,
@@ -78,4 +86,5 @@ def _native(library: Native, device: torch.device, dtype: torch.dtype) -> Ops:
         relu=small.relu,
         gelu=small.gelu,
         argmax=small.argmax,
+        fuse=lambda stack: NativeLayers(library, threads, stack) if can_fuse(stack) else None,
     )

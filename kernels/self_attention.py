@@ -54,7 +54,7 @@ class SelfAttention(Protocol[Plan]):
         ...
 
     def write(self, qkv: Tensor, layer: Tensor, plan: Plan) -> None:
-        """Put the rows' keys and values into `layer`. `qkv` [rows, heads + 2 * kv_heads, head_dim] is turned in place."""
+        """Put keys and values into `layer`. `qkv` [rows, heads + 2 * kv_heads, head_dim] is turned in place."""
         ...
 
     def attend(self, qkv: Tensor, layer: Tensor, plan: Plan) -> Tensor:

@@ -7,10 +7,9 @@ but the weights: keys and values live in the pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-import torch
+from cbdisagg_kernels.layers import Layer, Norm, Stack, Written
 from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.ops import Ops
 from cbdisagg_kernels.self_attention import Rotation, Shape
@@ -19,16 +18,6 @@ from torch.nn import functional
 
 from cbdisagg.engine.batch import Batch
 from cbdisagg.engine.families import Affine, LayerWeights, Learned, ModelWeights, Rope, Spec
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    attention_norm: Callable[[Tensor], Tensor]
-    qkv: Linear
-    out: Linear
-    feed_norm: Callable[[Tensor], Tensor]
-    up: Linear
-    down: Linear
 
 
 class Decoder:
@@ -53,38 +42,42 @@ class Decoder:
                 self.position_table = weights.positions[offset : offset + max_len].to(self.dtype)
         shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, pool.shape[4], self.dtype, rotation)
         self.attention = ops.attention(shape)
+        stack = Stack(self.layers, self.attention, pool, spec.activation, spec.norm_first)
+        self.run_layers = ops.fuse(stack) or self.run_operators
 
-    def forward(self, batch: Batch, written: Callable[[int], None]) -> Tensor:
-        """What the head takes, for the rows `batch.outputs`: [outputs, width].
+    def forward(self, batch: Batch, written: Written | None) -> Tensor:
+        """What the head takes, for the rows `batch.outputs`: [outputs, width]."""
+        x = self.run_layers(self._embed(batch), batch.attention, batch.outputs, written)
+        if self.final_norm:
+            x = self._normed(x, self.final_norm)
+        return self.project_out(x) if self.project_out else x
 
-        `written(layer)` is called, in order, once this layer's keys and values of all tokens are in the pool.
-        """
+    def run_operators(self, x: Tensor, plan: Any, outputs: Tensor | None, written: Written | None) -> Tensor:
+        """`RunLayers`, one operator at a time: what a fused call has to compute."""
         norm_first = self.spec.norm_first
-        x = self._embed(batch)
         for n, layer in enumerate(self.layers):
-            qkv = self._heads(layer.qkv(layer.attention_norm(x) if norm_first else x))
-            self.attention.write(qkv, self.pool[n], batch.attention)
-            written(n)
-            chosen = batch.outputs if n == len(self.layers) - 1 else None
+            qkv = self._heads(layer.qkv(self._normed(x, layer.attention_norm) if norm_first else x))
+            self.attention.write(qkv, self.pool[n], plan)
+            if written:
+                written(n)
+            chosen = outputs if n == len(self.layers) - 1 else None
             if chosen is not None and not len(chosen):
                 return x[:0]
-            attended = self.attention.attend(qkv, self.pool[n], batch.attention)
+            attended = self.attention.attend(qkv, self.pool[n], plan)
             if chosen is not None:
                 attended, x = attended[chosen], x[chosen]  # nothing reads the other rows any more
             x = layer.out(attended, residual=x)
             if not norm_first:
-                x = layer.attention_norm(x)
-            fed = layer.feed_norm(x) if norm_first else x
+                x = self._normed(x, layer.attention_norm)
+            fed = self._normed(x, layer.feed_norm) if norm_first else x
             x = layer.down(self.activate(layer.up(fed)), residual=x)
             if not norm_first:
-                x = layer.feed_norm(x)
-        if self.final_norm:
-            x = self.final_norm(x)
-        return self.project_out(x) if self.project_out else x
+                x = self._normed(x, layer.feed_norm)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, width] -> [rows, vocab]; columns of padding ids are cut off."""
-        return self.head(hidden)[:, : self.spec.vocab]
+        """[rows, width] -> [rows, vocab] in float32; columns of padding ids are cut off."""
+        return self.head(hidden, wide=True)[:, : self.spec.vocab]
 
     def _embed(self, batch: Batch) -> Tensor:
         x = functional.embedding(batch.ids, self.embedding)
@@ -97,6 +90,12 @@ class Decoder:
     def _heads(self, qkv: Tensor) -> Tensor:
         """[rows, width] -> [rows, heads + 2 * kv_heads, head_dim]."""
         return qkv.view(len(qkv), -1, self.spec.head_dim)
+
+    def _normed(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.kind == "layer":
+            return self.ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        assert norm.weight is not None
+        return self.ops.rms_norm(x, norm.weight, norm.eps)
 
     def _layer(self, weights: LayerWeights) -> Layer:
         return Layer(
@@ -113,11 +112,7 @@ class Decoder:
         bias = None if affine.bias is None else affine.bias.to(self.dtype)
         return self.ops.linear(affine.weight.to(self.dtype), bias)
 
-    def _norm(self, affine: Affine) -> Callable[[Tensor], Tensor]:
+    def _norm(self, affine: Affine) -> Norm:
         weight = None if affine.weight is None else affine.weight.to(self.dtype)
         bias = None if affine.bias is None else affine.bias.to(self.dtype)
-        eps = self.spec.norm_eps
-        if self.spec.norm == "layer":
-            return lambda x: self.ops.layer_norm(x, weight, bias, eps)
-        assert weight is not None
-        return lambda x: self.ops.rms_norm(x, weight, eps)
+        return Norm(self.spec.norm, weight, bias, self.spec.norm_eps)

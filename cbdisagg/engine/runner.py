@@ -56,7 +56,7 @@ class TorchRunner:
             for each in pushes:
                 push(layer, each)
 
-        hidden = self.decoder.forward(batch, written)
+        hidden = self.decoder.forward(batch, written if pushes else None)
         results = dict.fromkeys(range(len(slices)), NOTHING)
         for n, first, count in batch.scores:
             scores = self._score(slices[n], hidden[first : first + count])
@@ -77,9 +77,9 @@ class TorchRunner:
             held = self.slots[slot]
             told: tuple[Logprobs, ...] = ()
             if held.drawer.takes_best(held.length) and held.sampling.logprobs < 0:
-                token = best[output]  # nothing else looks at the row: it is neither copied nor converted
+                token = best[output]
             else:
-                row = logits[output].float().numpy()
+                row = logits[output].numpy()
                 token = held.drawer.draw(row, held.length)
                 if held.sampling.logprobs >= 0:
                     told = (logprobs(row, token, held.sampling.logprobs),)
@@ -93,6 +93,6 @@ class TorchRunner:
         targets = self.slots.ids[part.slot, part.start + 1 :]
         scores: list[Logprobs] = []
         for first in range(0, len(hidden), SCORE_ROWS):
-            for row in self.decoder.logits(hidden[first : first + SCORE_ROWS]).float().numpy():
+            for row in self.decoder.logits(hidden[first : first + SCORE_ROWS]).numpy():
                 scores.append(logprobs(row, int(targets[len(scores)]), alternatives))
         return tuple(scores)

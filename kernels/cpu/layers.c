@@ -1,0 +1,125 @@
+/* All layers of a decoder, for one step, as one call: the threads meet at barriers instead of being called anew for each
+ * operator, and nothing returns to Python in between.
+ *
+ * Knows the order of the operators; each is in its own file, and a step that calls them one by one computes the same
+ * bits. Rows are contiguous in all buffers, which are the caller's and hold `rows` rows each.
+ *
+ * The form in single operators is cbdisagg/engine/model.py.
+ */
+#include "activation.h"
+#include "attention.h"
+#include "gemm.h"
+#include "norm.h"
+
+/* kernels/native_layers.py mirrors both structs field by field. A norm without weight or bias has NULL there. */
+struct layer {
+    const struct weight *qkv, *out, *up, *down;
+    const void *attention_weight, *attention_bias, *feed_weight, *feed_bias;
+};
+
+struct layers {
+    const struct layer *layers;
+    struct attention attention; /* whose qkv, layer and out are set here */
+    char *pool;                 /* [layer, page, K|V, kv_head, slot, head_dim] */
+    void *x;                    /* [rows, hidden], in and out */
+    void *normed;               /* [rows, hidden] */
+    void *qkv, *attended;
+    void *up;      /* [rows, up's columns] */
+    void *fed;     /* [rows, down's inputs]; may be `up` where the activation takes one input for each output */
+    void *scratch; /* of a product of int8 */
+    const int64_t *chosen; /* rows that go on after the last layer's attention, in the order wanted; NULL: all */
+    int64_t layer_bytes;   /* from one layer of the pool to the next */
+    int32_t first, last, count; /* of the `count` layers, those from `first` to before `last` */
+    int32_t rows, chosen_rows;
+    int32_t hidden, activation, norm_first, centres;
+    float eps;
+    int32_t is_bf16;
+};
+
+static void multiply(const struct layers *job, const struct weight *weight, const void *x, void *y, const void *residual,
+                     int rows, int part, struct team *team) {
+    struct product product = {
+        .weight = weight, .x = x, .y = y, .residual = residual, .scratch = job->scratch, .rows = rows,
+        .x_stride = weight->inputs, .y_stride = weight->columns, .residual_stride = weight->columns,
+    };
+    product_part(&product, part, team);
+    team_barrier(team);
+}
+
+static void normalise(const struct layers *job, const void *weight, const void *bias, void *out, int rows, int part,
+                      struct team *team) {
+    struct norm norm = {
+        .x = job->x, .weight = weight, .bias = bias, .out = out, .rows = rows, .width = job->hidden,
+        .x_stride = job->hidden, .out_stride = job->hidden, .eps = job->eps, .centres = job->centres,
+        .is_bf16 = job->is_bf16,
+    };
+    norm_part(&norm, part, team);
+    team_barrier(team);
+}
+
+/* Rows `chosen` of both buffers to their beginning, by way of `normed` and `qkv`, which are free then. */
+static void keep_chosen(const struct layers *job, int width, int part, struct team *team) {
+    const size_t size = job->is_bf16 ? 2 : 4, x_bytes = job->hidden * size, attended_bytes = width * size;
+    int64_t begin, end;
+    share(job->chosen_rows, part, team->parts, &begin, &end);
+    for (int64_t n = begin; n < end; n++) {
+        memcpy((char *)job->normed + n * x_bytes, (char *)job->x + job->chosen[n] * x_bytes, x_bytes);
+        memcpy((char *)job->qkv + n * attended_bytes, (char *)job->attended + job->chosen[n] * attended_bytes,
+               attended_bytes);
+    }
+    team_barrier(team);
+    memcpy((char *)job->x + begin * x_bytes, (char *)job->normed + begin * x_bytes, (end - begin) * x_bytes);
+    memcpy((char *)job->attended + begin * attended_bytes, (char *)job->qkv + begin * attended_bytes,
+           (end - begin) * attended_bytes);
+    team_barrier(team);
+}
+
+/* Keys and values of layer `n` into the pool, and what each row attends to, if `goes_on`. */
+static void attend(const struct layers *job, int n, const void *x, int goes_on, int part, struct team *team) {
+    struct attention attention = job->attention;
+    attention.qkv = job->qkv;
+    attention.layer = job->pool + n * job->layer_bytes;
+    attention.out = job->attended;
+    multiply(job, job->layers[n].qkv, x, job->qkv, NULL, job->rows, part, team);
+    write_part(&attention, part, team);
+    team_barrier(team);
+    if (!goes_on) return;
+    attention_part(&attention, part, team);
+    team_barrier(team);
+}
+
+static void feed(const struct layers *job, const struct layer *layer, const void *x, int rows, int part,
+                 struct team *team) {
+    struct activation activation = {
+        .x = job->up, .out = job->fed, .rows = rows, .width = layer->down->inputs, .kind = job->activation,
+        .is_bf16 = job->is_bf16,
+    };
+    multiply(job, layer->up, x, job->up, NULL, rows, part, team);
+    activation_part(&activation, part, team);
+    team_barrier(team);
+    multiply(job, layer->down, job->fed, job->x, job->x, rows, part, team);
+}
+
+static void layers_part(void *data, int part, struct team *team) {
+    const struct layers *job = data;
+    for (int n = job->first; n < job->last; n++) {
+        const struct layer *layer = job->layers + n;
+        int ends = n == job->count - 1 && job->chosen, rows = ends ? job->chosen_rows : job->rows;
+        if (job->norm_first)
+            normalise(job, layer->attention_weight, layer->attention_bias, job->normed, job->rows, part, team);
+        attend(job, n, job->norm_first ? job->normed : job->x, rows > 0, part, team);
+        if (!rows) return;
+        if (ends) keep_chosen(job, layer->out->inputs, part, team);
+        multiply(job, layer->out, job->attended, job->x, job->x, rows, part, team);
+        if (job->norm_first) {
+            normalise(job, layer->feed_weight, layer->feed_bias, job->normed, rows, part, team);
+            feed(job, layer, job->normed, rows, part, team);
+        } else {
+            normalise(job, layer->attention_weight, layer->attention_bias, job->x, rows, part, team);
+            feed(job, layer, job->x, rows, part, team);
+            normalise(job, layer->feed_weight, layer->feed_bias, job->x, rows, part, team);
+        }
+    }
+}
+
+EXPORT void cbd_layers(struct layers *job, int threads) { team_run(layers_part, job, threads); }
