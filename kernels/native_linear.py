@@ -50,11 +50,11 @@ class Product(ctypes.Structure):
         ("weight", c_void_p),
         ("x", c_void_p),
         ("y", c_void_p),
-        ("add", c_void_p),
+        ("residual", c_void_p),
         ("scratch", c_void_p),
         ("x_stride", c_int64),
         ("y_stride", c_int64),
-        ("add_stride", c_int64),
+        ("residual_stride", c_int64),
         ("rows", c_int32),
         ("y_float", c_int32),
     ]
@@ -78,8 +78,8 @@ class NativeLinear:
         """Of the packed weight."""
         return self.packed.nbytes
 
-    def __call__(self, x: Tensor, add: Tensor | None = None, wide: bool = False) -> Tensor:
-        """`add` [rows, out] is added before rounding. `wide`: float32 whatever the dtype, unrounded."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, wide: bool = False) -> Tensor:
+        """`residual` [rows, out] is added before rounding. `wide`: float32 whatever the dtype, unrounded."""
         if x.shape[1] < self.weight.inputs:  # an odd number, of bfloat16, was packed with a zero behind
             x = functional.pad(x, (0, self.weight.inputs - x.shape[1]))
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -90,11 +90,11 @@ class NativeLinear:
             self.address,
             x.data_ptr(),
             y.data_ptr(),
-            None if add is None else add.data_ptr(),
+            None if residual is None else residual.data_ptr(),
             None if scratch is None else scratch.data_ptr(),
             x.stride(0),
             columns,
-            0 if add is None else add.stride(0),
+            0 if residual is None else residual.stride(0),
             rows,
             wide,
         )

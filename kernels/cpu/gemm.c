@@ -1,7 +1,7 @@
 /* How a product is cut among threads and tiles, and what becomes of a tile: gemm.h. */
 #include "gemm_vector.h"
 
-/* Sums to y: bias and `add`, then rounded to y's type. */
+/* Sums to y: bias and residual, then rounded to y's type. */
 static void finish(const struct product *product, int row, int rows, int column, float out[][PANEL]) {
     const struct weight *weight = product->weight;
     const int narrow = weight->rows_number == BFLOAT16;
@@ -10,12 +10,12 @@ static void finish(const struct product *product, int row, int rows, int column,
         float *sums = out[r];
         if (weight->bias)
             for (int n = 0; n < count; n++) sums[n] += weight->bias[column + n];
-        if (product->add) {
-            int64_t at = (row + r) * product->add_stride + column;
+        if (product->residual) {
+            int64_t at = (row + r) * product->residual_stride + column;
             if (narrow)
-                for (int n = 0; n < count; n++) sums[n] += from_bf16(((const bf16 *)product->add)[at + n]);
+                for (int n = 0; n < count; n++) sums[n] += from_bf16(((const bf16 *)product->residual)[at + n]);
             else
-                for (int n = 0; n < count; n++) sums[n] += ((const float *)product->add)[at + n];
+                for (int n = 0; n < count; n++) sums[n] += ((const float *)product->residual)[at + n];
         }
         int64_t at = (row + r) * product->y_stride + column;
         if (!narrow || product->y_float) {

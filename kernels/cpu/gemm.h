@@ -1,4 +1,4 @@
-/* Products with a weight that never changes: y[m, n] = sum over k of x[m, k] W[n, k], + bias[n], + add[m, n].
+/* Products with a weight that never changes: y[m, n] = sum over k of x[m, k] W[n, k], + bias[n], + residual[m, n].
  *
  * Layout of a packed weight, the same for every instruction set. Columns n are cut into panels of 32, two cells of 16;
  * inputs k into words of 4 bytes: one float, two bfloat16 or four int8. A panel is
@@ -28,7 +28,7 @@ struct weight {
     const float *bias;   /* [columns], or NULL */
     int32_t columns, inputs;
     int32_t number;      /* of the packed weight: enum number */
-    int32_t rows_number; /* of x, `add` and y: FLOAT32 or BFLOAT16; of an unquantised weight the weight's own */
+    int32_t rows_number; /* of x, residual and y: FLOAT32 or BFLOAT16; of an unquantised weight the weight's own */
 };
 
 /* One product. Strides are in elements; the last dimension is contiguous. Mirrored by `Product` in native_linear.py. */
@@ -36,9 +36,9 @@ struct product {
     const struct weight *weight;
     const void *x;
     void *y;
-    const void *add; /* added to y, or NULL; may be y itself */
+    const void *residual; /* added to y, or NULL; may be y itself */
     void *scratch;   /* quantised rows, for int8: scratch_bytes(); else unused */
-    int64_t x_stride, y_stride, add_stride;
+    int64_t x_stride, y_stride, residual_stride;
     int32_t rows;
     int32_t y_float; /* y is float32 whatever x is: logits */
 };
