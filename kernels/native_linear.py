@@ -137,13 +137,13 @@ class Packer:
     def _take(self, nbytes: int) -> Tensor:
         """The next `nbytes`, at the beginning of a cache line."""
         if len(self.chunk) < nbytes:
-            self.chunk = _huge(max(nbytes, CHUNK_BYTES))
+            self.chunk = huge_memory(max(nbytes, CHUNK_BYTES))
         taken, self.chunk = self.chunk[:nbytes], self.chunk[-(-nbytes // LINE) * LINE :]
         return taken
 
 
-def _huge(nbytes: int) -> Tensor:
-    """Memory that begins with a huge page, if the system gives any; pages that are never touched cost nothing."""
+def huge_memory(nbytes: int) -> Tensor:
+    """Zeros, [nbytes] uint8, in huge pages if the system has them; pages that are never touched cost nothing."""
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -1,11 +1,10 @@
 /* How a product is cut among threads and tiles, and what becomes of a tile: gemm.h. */
 #include "gemm_vector.h"
 
-/* Sums to y: bias and residual, then rounded to y's type. */
-static void finish(const struct product *product, int row, int rows, int column, float out[][PANEL]) {
+/* Sums to y: bias and residual, then rounded to y's type. `count`: columns of the panel, all but the last have PANEL. */
+INLINE void finish(const struct product *product, int row, int rows, int column, const int count, float out[][PANEL]) {
     const struct weight *weight = product->weight;
     const int narrow = weight->rows_number == BFLOAT16;
-    const int count = weight->columns - column < PANEL ? weight->columns - column : PANEL;
     for (int r = 0; r < rows; r++) {
         float *sums = out[r];
         if (weight->bias)
@@ -47,7 +46,11 @@ void product_tiles(const struct product *product, tile_function *tile, int most,
         /* The tiles of a panel fetch the next panel between them, so that the stream never pauses for arithmetic. */
         const char *ahead = column + 1 < panels ? panel + panel_bytes + panel_bytes * t / tiles : panel;
         tile(product, row, rows, panel, ahead, (int)(STEP_BYTES / tiles), out);
-        finish(product, row, rows, (int)column * PANEL, out);
+        const int first = (int)column * PANEL, count = weight->columns - first;
+        if (count >= PANEL)
+            finish(product, row, rows, first, PANEL, out);
+        else
+            finish(product, row, rows, first, count, out);
     }
 }
 

@@ -8,9 +8,15 @@
  * unsigned by signed bytes, so a weight is kept as w + 128, and 128 times the group's sum of x is taken off again.
  * Scales are rounded up to bfloat16 before they are used, so their rounding costs nothing.
  *
- * Layout of a quantised row, for each group: [64 int8][float scale][int32: -128 times the sum of the 64].
+ * Layout of a quantised row, for each group: [64 int8][float scale][int32: MAGIC - 128 times the sum of the 64].
  */
 #include "gemm_vector.h"
+
+/* As the bits of a float, 1.5 * 2^23, around which floats are 1 apart. So integers below 2^22 that are added to the bits
+ * are added to the float, and the other way round: an integer is converted by an addition. A group's sum is below 2^20,
+ * and where products keep the multipliers busy, adders are free (Zen 4). */
+enum { MAGIC = 0x4b400000 };
+static const float magic = 12582912.0f;
 
 enum { GROUP_STEPS = GROUP / 4, SCALES = GROUP_STEPS * STEP_BYTES, GROUP_BYTES = SCALES + PANEL * 2 };
 
@@ -34,84 +40,12 @@ EXPORT int64_t cbd_int8_row_bytes(int64_t inputs) {
 
 /* ------------------------------------------------------------------------------------------------------ quantise */
 
-/* `count` numbers of x to floats, zeros behind them. */
-static void read_group(const void *x, int number, int64_t at, int64_t count, float *out) {
-    const bf16 *narrow = (const bf16 *)x + at;
-    if (count < GROUP) memset(out, 0, GROUP * sizeof *out);
-    if (number == FLOAT32)
-        memcpy(out, (const float *)x + at, count * sizeof *out);
-    else if (count == GROUP)
-        for (int n = 0; n < GROUP; n++) out[n] = from_bf16(narrow[n]);
-    else
-        for (int n = 0; n < count; n++) out[n] = from_bf16(narrow[n]);
-}
+enum { PARTS = GROUP / LANES }; /* vectors of a group */
 
-/* What 1 stands for: 0 if all are next to nothing, so that the inverse is finite; NaN if one is. */
-static float scale_of(const float *x) {
-    /* The bits of floats without their sign are ordered as the floats are, NaN above all. */
-    int32_t most = 0;
-    for (int n = 0; n < GROUP; n++) {
-        int32_t bits;
-        memcpy(&bits, x + n, sizeof bits);
-        bits &= 0x7fffffff;
-        most = bits > most ? bits : most;
-    }
-    float value;
-    memcpy(&value, &most, sizeof value);
-    return value < 1e-30f ? 0.0f : value / 127.0f;
-}
-
-INLINE float inverse_of(float scale) {
-    return scale == 0.0f ? 0.0f : 1.0f / scale;
-}
-
-/* x times `inverse`, to the nearest integer, ties to even: the sum lands where floats are 1 apart. */
-INLINE int32_t rounded(float x, float inverse) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23 */
-    float moved = x * inverse + magic;
-    int32_t bits;
-    memcpy(&bits, &moved, sizeof bits);
-    return bits - 0x4b400000;
-}
-
-static void quantise_row(const void *x, int number, int64_t inputs, struct row_group *row) {
-    float values[GROUP];
-    for (int64_t first = 0; first < inputs; first += GROUP, row++) {
-        read_group(x, number, first, inputs - first < GROUP ? inputs - first : GROUP, values);
-        row->scale = scale_of(values);
-        float inverse = inverse_of(row->scale);
-        int32_t sum = 0;
-        for (int n = 0; n < GROUP; n++) {
-            int32_t q = rounded(values[n], inverse);
-            row->x[n] = (int8_t)q;
-            sum += q;
-        }
-        row->offset = -128 * sum;
-    }
-}
-
-/* ---------------------------------------------------------------------------------------------------------- tile */
-
-/* acc + the sum of four products of each column's unsigned bytes with the signed bytes of a word of x; exact. */
-INLINE ints dot_bytes(ints acc, words cell, uint32_t x) {
+/* Bits of bfloat16 to floats. */
+INLINE floats widen(const void *from) {
 #if defined(CBD_AVX512)
-    /* As an intrinsic, gcc 12 copies the accumulator around it. */
-    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(cell), "v"(_mm512_set1_epi32((int)x)));
-    return acc;
-#elif defined(CBD_AVX2)
-    const __m256i bytes = _mm256_set1_epi32((int)x), low = _mm256_set1_epi16(0xff), pairs = (__m256i)cell;
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
-    __m256i sum = _mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(_mm256_and_si256(pairs, low), even));
-    return (ints)_mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(pairs, 8), odd));
-#else
-    for (int shift = 0; shift < 32; shift += 8) acc += (ints)(cell >> shift & 0xff) * (int8_t)(x >> shift);
-    return acc;
-#endif
-}
-
-INLINE floats load_scales(const char *from) {
-#if defined(CBD_AVX512)
-    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(from)), 16);
 #else
     typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
     halves bits;
@@ -119,6 +53,79 @@ INLINE floats load_scales(const char *from) {
     return (floats)(__builtin_convertvector(bits, words) << 16);
 #endif
 }
+
+/* `count` numbers of a group, zeros behind them. */
+INLINE void read_group(const char *x, int number, int64_t count, floats *out) {
+    const int64_t size = number == FLOAT32 ? 4 : 2;
+    char whole[GROUP * 4] __attribute__((aligned(64)));
+    if (count < GROUP) {
+        memset(whole, 0, sizeof whole);
+        memcpy(whole, x, count * size);
+        x = whole;
+    }
+    for (int n = 0; n < PARTS; n++)
+        out[n] = number == FLOAT32 ? load_floats(x + n * sizeof(floats)) : widen(x + n * LANES * 2);
+}
+
+INLINE int32_t largest_lane(ints x) {
+#if defined(CBD_AVX512)
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t most = x[0];
+    for (int lane = 1; lane < LANES; lane++) most = x[lane] > most ? x[lane] : most;
+    return most;
+#endif
+}
+
+INLINE int32_t sum_of_lanes(ints x) {
+#if defined(CBD_AVX512)
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t sum = 0;
+    for (int lane = 0; lane < LANES; lane++) sum += x[lane];
+    return sum;
+#endif
+}
+
+/* What 1 stands for: 0 if all are next to nothing, so that the inverse is finite; NaN if one is. */
+INLINE float scale_of(const floats *x) {
+    /* The bits of floats without their sign are ordered as the floats are, NaN above all. */
+    ints most = {0};
+    for (int n = 0; n < PARTS; n++) {
+        ints bits = (ints)x[n] & 0x7fffffff, above = bits > most;
+        most = (bits & above) | (most & ~above);
+    }
+    const int32_t best = largest_lane(most);
+    float value;
+    memcpy(&value, &best, sizeof value);
+    return value < 1e-30f ? 0.0f : value / 127.0f;
+}
+
+/* x over the scale, to the nearest integers, ties to even. */
+INLINE void round_group(const floats *x, float scale, ints *out) {
+    const float inverse = scale == 0.0f ? 0.0f : 1.0f / scale;
+    for (int n = 0; n < PARTS; n++) out[n] = (ints)(x[n] * inverse + magic) - MAGIC;
+}
+
+static void quantise_row(const char *x, int number, int64_t inputs, struct row_group *row) {
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    const int64_t size = number == FLOAT32 ? 4 : 2;
+    for (int64_t first = 0; first < inputs; first += GROUP, row++) {
+        floats values[PARTS];
+        ints whole[PARTS], sums = {0};
+        read_group(x + first * size, number, inputs - first < GROUP ? inputs - first : GROUP, values);
+        row->scale = scale_of(values);
+        round_group(values, row->scale, whole);
+        for (int n = 0; n < PARTS; n++) {
+            bytes narrow = __builtin_convertvector(whole[n], bytes);
+            memcpy(row->x + n * LANES, &narrow, sizeof narrow);
+            sums += whole[n];
+        }
+        row->offset = MAGIC - 128 * sum_of_lanes(sums);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------------------- tile */
 
 INLINE void tile(const int rows, const struct product *product, int row, const char *panel, const char *ahead,
                  int ahead_stride, float out[][PANEL]) {
@@ -159,15 +166,14 @@ INLINE void tile(const int rows, const struct product *product, int row, const c
             }
             floats scale[CELLS * VECTORS];
 #pragma GCC unroll 8
-            for (int v = 0; v < CELLS * VECTORS; v++) scale[v] = load_scales(scales + v * LANES * 2);
+            for (int v = 0; v < CELLS * VECTORS; v++) scale[v] = widen(scales + v * LANES * 2);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 float row_scale; /* x stands behind the group's bytes now */
                 memcpy(&row_scale, (r < 3 ? x : x3) + r % 3 * stride, sizeof row_scale);
 #pragma GCC unroll 8
                 for (int v = 0; v < CELLS * VECTORS; v++)
-                    acc[r][v] = multiply_add(acc[r][v], __builtin_convertvector(sums[r][v], floats),
-                                             scale[v] * repeat_float(row_scale));
+                    acc[r][v] = multiply_add(acc[r][v], (floats)sums[r][v] - magic, scale[v] * repeat_float(row_scale));
             }
             cells += GROUP_BYTES - SCALES;
             scales += GROUP_BYTES;
@@ -223,18 +229,20 @@ struct packing {
 };
 
 static void pack_column(const struct packing *packing, int64_t column, char *panel) {
-    const int64_t n = column % PANEL;
-    float values[GROUP];
+    const int64_t n = column % PANEL, size = packing->number == FLOAT32 ? 4 : 2;
+    const char *from = (const char *)packing->from + column * packing->inputs * size;
     for (int64_t first = 0; first < packing->inputs; first += GROUP, panel += GROUP_BYTES) {
+        floats values[PARTS];
+        ints whole[PARTS];
         int64_t count = packing->inputs - first < GROUP ? packing->inputs - first : GROUP;
-        read_group(packing->from, packing->number, column * packing->inputs + first, count, values);
+        read_group(from + first * size, packing->number, count, values);
         const float wanted = scale_of(values);
         uint32_t bits;
         memcpy(&bits, &wanted, sizeof bits);
         const bf16 scale = (bf16)((bits + 0xffff) >> 16);
-        const float inverse = inverse_of(from_bf16(scale));
+        round_group(values, from_bf16(scale), whole);
         for (int k = 0; k < GROUP; k++)
-            panel[k / 4 * STEP_BYTES + n * 4 + k % 4] = (char)(rounded(values[k], inverse) + 128);
+            panel[k / 4 * STEP_BYTES + n * 4 + k % 4] = (char)(whole[k / LANES][k % LANES] + 128);
         memcpy(panel + SCALES + n * 2, &scale, sizeof scale);
     }
 }

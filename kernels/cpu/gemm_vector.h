@@ -37,8 +37,10 @@ INLINE words load_words(const void *from) {
 
 /* x, and the compiler is not to load it again instead of keeping it. */
 INLINE words in_register(words x) {
-#if defined(CBD_AVX512) || defined(CBD_AVX2)
+#if defined(__x86_64__)
     __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
 #endif
     return x;
 }
@@ -76,6 +78,23 @@ INLINE floats dot(const int number, floats acc, words cell, uint32_t x) {
 #else
     acc = multiply_add(acc, (floats)(cell << 16), repeat_float(from_bf16((bf16)x)));
     return multiply_add(acc, (floats)(cell & 0xffff0000u), repeat_float(from_bf16((bf16)(x >> 16))));
+#endif
+}
+
+/* acc + the sum of four products of each column's unsigned bytes with the signed bytes of a word of x; exact. */
+INLINE ints dot_bytes(ints acc, words cell, uint32_t x) {
+#if defined(CBD_AVX512)
+    /* As an intrinsic, gcc 12 copies the accumulator around it. */
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(cell), "v"(_mm512_set1_epi32((int)x)));
+    return acc;
+#elif defined(CBD_AVX2)
+    const __m256i bytes = _mm256_set1_epi32((int)x), low = _mm256_set1_epi16(0xff), pairs = (__m256i)cell;
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+    __m256i sum = _mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(_mm256_and_si256(pairs, low), even));
+    return (ints)_mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_srli_epi16(pairs, 8), odd));
+#else
+    for (int shift = 0; shift < 32; shift += 8) acc += (ints)(cell >> shift & 0xff) * (int8_t)(x >> shift);
+    return acc;
 #endif
 }
 
