@@ -120,51 +120,26 @@ INLINE void product(int rows, int columns, int steps, const cell *a, int a_strid
 
 #if CBD_AVX512
 
-INLINE void transpose_16(__m512i row[16]) {
-    __m512i t[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) {
-        row[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        row[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        row[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        row[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    /* row[4 q + c], 128-bit lane l: rows 4 q .. 4 q + 3 of column 4 l + c. */
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        __m512i low = _mm512_shuffle_i32x4(row[c], row[4 + c], 0x88), high = _mm512_shuffle_i32x4(row[c], row[4 + c], 0xdd);
-        __m512i low2 = _mm512_shuffle_i32x4(row[8 + c], row[12 + c], 0x88);
-        __m512i high2 = _mm512_shuffle_i32x4(row[8 + c], row[12 + c], 0xdd);
-        t[c] = _mm512_shuffle_i32x4(low, low2, 0x88);
-        t[8 + c] = _mm512_shuffle_i32x4(low, low2, 0xdd);
-        t[4 + c] = _mm512_shuffle_i32x4(high, high2, 0x88);
-        t[12 + c] = _mm512_shuffle_i32x4(high, high2, 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) row[i] = t[i];
+/* Four rows' quarters `at`, one in each quarter of the result: broadcast loads that are merged, so no shuffle. */
+INLINE __m512i quarters(const char *const *rows, int at) {
+    __m512i all = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[0] + at)));
+    all = _mm512_mask_broadcast_i32x4(all, 0x00f0, _mm_loadu_si128((const __m128i *)(rows[4] + at)));
+    all = _mm512_mask_broadcast_i32x4(all, 0x0f00, _mm_loadu_si128((const __m128i *)(rows[8] + at)));
+    return _mm512_mask_broadcast_i32x4(all, 0xf000, _mm_loadu_si128((const __m128i *)(rows[12] + at)));
 }
 
 /* Cells of 16 keys, transposed: a pair of bfloat16 or a float is four bytes either way. */
 INLINE void pack_keys(const char *const *keys, int steps, cell *to, int is_bf16) {
     (void)is_bf16;
-    for (int k = 0; k < steps; k += 16) {
-        int some = least(16, steps - k);
-        __mmask16 mask = (__mmask16)((1u << some) - 1);
-        __m512i row[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) row[i] = _mm512_maskz_loadu_epi32(mask, keys[i] + 4 * k);
-        transpose_16(row);
-        if (some == 16) {
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) _mm512_store_si512(to + (k + i) * KEYS, row[i]);
-        } else {
-            for (int i = 0; i < some; i++) _mm512_store_si512(to + (k + i) * KEYS, row[i]);
-        }
+    for (int k = 0; k < steps; k += 4) {
+        __m512i a = quarters(keys, 4 * k), b = quarters(keys + 1, 4 * k);
+        __m512i c = quarters(keys + 2, 4 * k), d = quarters(keys + 3, 4 * k);
+        __m512i ab = _mm512_unpacklo_epi32(a, b), ab2 = _mm512_unpackhi_epi32(a, b);
+        __m512i cd = _mm512_unpacklo_epi32(c, d), cd2 = _mm512_unpackhi_epi32(c, d);
+        _mm512_store_si512(to + k * KEYS, _mm512_unpacklo_epi64(ab, cd));
+        _mm512_store_si512(to + (k + 1) * KEYS, _mm512_unpackhi_epi64(ab, cd));
+        _mm512_store_si512(to + (k + 2) * KEYS, _mm512_unpacklo_epi64(ab2, cd2));
+        _mm512_store_si512(to + (k + 3) * KEYS, _mm512_unpackhi_epi64(ab2, cd2));
     }
 }
 

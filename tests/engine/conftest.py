@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cbdisagg_kernels import ops
+from cbdisagg_kernels.native import native
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig
 
 from cbdisagg.engine.build import build_runner, describe
@@ -237,6 +239,16 @@ def drive() -> Callable[..., list[Sequence]]:
         return Driver(runner, twin.pages, seed, **how).serve(sequences)
 
     return serve
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runners that a test builds take the C kernels, then torch's operators."""
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "native", lambda: None)
+    elif native() is None:
+        pytest.skip("no native kernels here")
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)

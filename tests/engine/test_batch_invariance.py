@@ -1,4 +1,7 @@
-"""In bfloat16 a request's log probabilities are bitwise the same alone, in company, in mixed steps and however cut."""
+"""A request's log probabilities are bitwise the same alone, in company, in mixed steps and however cut.
+
+In bfloat16 by torch's operators, in both dtypes by the native kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cbdisagg_kernels.attention import TorchAttention
@@ -64,14 +68,15 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @BF16
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_company_and_cuts_change_no_bit(
-    wide_model: Path, drive: Callable[..., Any], make_sequence: Any, threads: int
+    wide_model: Path, drive: Callable[..., Any], make_sequence: Any, path: str, dtype: str, threads: int
 ) -> None:
-    import numpy as np
-
-    info = describe(wide_model, "bfloat16")
+    if (path, dtype) == ("torch", "float32"):
+        pytest.skip("oneDNN's float32 sums depend on the number of rows")
+    info = describe(wide_model, dtype)
     memory = np.zeros((info.layers, 400, info.page_bytes(PAGE)), np.uint8)
-    runner = build_runner(wide_model, "bfloat16", memory, PAGE, 256, threads)
+    runner = build_runner(wide_model, dtype, memory, PAGE, 256, threads)
 
     class Pages:
         pages = 400
@@ -83,7 +88,7 @@ def test_company_and_cuts_change_no_bit(
     lengths = [1, 7, 8, 9, 33, 64, 65, 100, 130]
     alone = {n: drive(Pages, [sequence(n)], runner=runner)[0] for n in lengths}
     chance = random.Random(5)
-    for seed in range(3):
+    for seed in range(3 if threads == 1 else 1):  # threads that wait for each other are slow on a busy machine
         order = chance.sample(lengths, len(lengths))
         crowd = [sequence(n) for n in order]
         for position, each in enumerate(crowd):
@@ -93,7 +98,9 @@ def test_company_and_cuts_change_no_bit(
             assert each.output == alone[n].output, n
             assert each.logprobs == alone[n].logprobs, n
             assert each.prompt_logprobs == alone[n].prompt_logprobs, n
-    for n in lengths:  # as after a preemption: what was drawn one by one is computed again at once
+    for n in (
+        lengths if threads == 1 else [33, 130]
+    ):  # as after a preemption: what was drawn one by one is computed again at once
         again = sequence(n)
         again.output = alone[n].output[:13]
         drive(Pages, [again], runner=runner, chunk=lambda: chance.choice([5, 1 << 20]))

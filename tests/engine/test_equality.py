@@ -10,6 +10,8 @@ import pytest
 
 from cbdisagg.messages import Sampling
 
+pytestmark = pytest.mark.usefixtures("path")
+
 PAGE, CONTEXT, VOCAB = 8, 96, 200
 NEARLY_EQUAL = 1e-4
 

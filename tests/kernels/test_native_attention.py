@@ -1,4 +1,4 @@
-"""The C attention, rope and KV write against formulas in float64, and bit for bit against themselves in other company."""
+"""The C attention, rope and KV write against formulas in float64, and bit for bit in other company."""
 
 from __future__ import annotations
 
