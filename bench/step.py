@@ -1,8 +1,12 @@
 """How long one step of the model takes: `cbdisagg bench step`.
 
 Drives the engine's runner with plans, as a worker does, so sampling and batch building are in the figures; scheduler,
-messages and HTTP are not. In the same run it measures what bounds a step, DRAM reads and the rate of matrix products,
-and sets each figure beside that of a tuned torch implementation on the reference machine, scaled to this one.
+messages and HTTP are not. Everything that is compared is measured in turn, a step each: the paths (the C kernels,
+torch's operators), and what bounds a step, reads of memory and products on registers. So a neighbour on the machine
+slows down all of them.
+
+Two comparisons: with the time that this machine needs at least, for the step's reads or for its arithmetic; and with
+what an excellent implementation reaches on a reference machine, scaled to this one.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
 import typer
+from cbdisagg_bench import kernels
 from cbdisagg_bench.options import at_least, chosen, numbers
-from cbdisagg_kernels.ops import select
+from cbdisagg_kernels.native import native
+from cbdisagg_kernels.native_linear import BFLOAT16, FLOAT32, INT8
+from cbdisagg_kernels.ops import Ops, select
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -38,43 +45,79 @@ from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
 PAGE_SIZE = 16
 PREFILL = 512
 WARM_UP = 3
-DTYPES = {"bfloat16": "bf16", "float32": "f32"}
-"""What can be measured, and its name in the table."""
-
-REFERENCE_DRAM = 65.0  # GB/s, and
-REFERENCE_PEAK = 1114.0  # Gop/s in bfloat16, of the machine with 2 cores on which the times below were taken
-REFERENCE_MS = {(128, 1): 10.6, (128, 32): 40.0, (512, 8): 23.5, (512, 16): 41.0, (512, 32): 85.0, (1024, 32): 148.0}
-"""bfloat16, 2 threads: milliseconds of a decode step of tuned torch, by (context, batch)."""
-REFERENCE_PREFILL_MS = 1e3 * PREFILL / 2650
-STREAM_BOUND_BATCH = 16
-"""Up to this batch a step is bound by reading the weights, above it by arithmetic."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the machine can do with these threads: bytes read from memory in GB/s, bfloat16 products in Gop/s."""
+class Kind:
+    """A dtype to measure: its short name, that of everything but the weights, bytes of a weight, whose arithmetic."""
 
-    dram: float
-    peak: float
+    short: str
+    dtype: str
+    weight_bytes: float
+    number: int
+
+
+KINDS = {
+    "bfloat16": Kind("bf16", "bfloat16", 2, BFLOAT16),
+    "float32": Kind("f32", "float32", 4, FLOAT32),
+    "int8": Kind("int8", "bfloat16", 1 + 2 / 64, INT8),  # with a scale for each 64 weights
+}
+PATHS = ("native", "torch")
+
+STREAM_BOUND_BATCH = 16
+"""Up to this batch a goal is scaled by reads of memory, above it, and for prefill, by arithmetic."""
+REFERENCE_DRAM = {1: 41.0, 2: 65.0}
+REFERENCE_PEAK = {
+    1: {"float32": 276, "bfloat16": 552, "int8": 1096},
+    2: {"float32": 550, "bfloat16": 1114, "int8": 2246},
+}
+"""GB/s and Gop/s, by threads, of the reference machine: 2 cores of Zen 5."""
+GOALS: dict[tuple[int, str, str], dict[int, float]] = {
+    (2, "native", "bfloat16"): {1: 230, 8: 800, 16: 970, 32: 1100, PREFILL: 3400},
+    (2, "native", "int8"): {1: 390, 8: 1130, 16: 1300, 32: 1370, PREFILL: 4000},
+    (2, "native", "float32"): {1: 60, 8: 310, 16: 460, 32: 535, PREFILL: 1550},
+    (1, "native", "bfloat16"): {1: 133, 8: 488, 16: 610, 32: 679, PREFILL: 1700},
+    (2, "torch", "bfloat16"): {1: 86, 8: 340, 16: 390, 32: 376, PREFILL: 2650},
+}
+"""Tokens per second there, by (threads, path, dtype), for each batch at GOAL_CONTEXT and for the prefill."""
+GOAL_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step has to do at least: bytes that it reads, and operations of products and attention."""
+
+    nbytes: float
+    operations: float
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measurement: `ms` is the median of a step, `spread` the distance between its quartiles.
 
-    `scale`: this machine over the reference in what bounds the step. `ratio`: time over the scaled reference's time.
+    `dram`, `peak`: GB/s and Gop/s measured between its steps. `limit`: the time that they allow over the time taken.
+    `goal`: tokens per second of the reference, scaled; `reached`: the part of it.
     """
 
     phase: str
+    path: str
     dtype: str
     batch: int
     context: int
     ms: float
     spread: float
     tokens_per_s: float
-    reference_ms: float | None = None
-    scale: float | None = None
-    ratio: float | None = None
+    dram: float
+    peak: float
+    limit: float
+    goal: float | None = None
+    reached: float | None = None
+
+
+class Limits(Protocol):
+    def bytes_per_s(self) -> float: ...
+    def operations_per_s(self, number: int) -> float: ...
 
 
 def step(
@@ -84,7 +127,8 @@ def step(
     threads: Annotated[
         int, typer.Option(callback=at_least(0), help="Threads of each operator; 0: one per core it may use.")
     ] = 0,
-    dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, float32.")] = "bfloat16",
+    paths: Annotated[str, typer.Option(help="Comma-separated: native, torch. Default: what a worker would take.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, float32, int8 (native only).")] = "bfloat16",
     batches: Annotated[
         str, typer.Option(help="Comma-separated numbers of sequences that decode at once.")
     ] = "1,8,16,32",
@@ -97,74 +141,90 @@ def step(
 ) -> None:
     """Time decode steps and the prefill of 512 tokens.
 
-    Example: cbdisagg bench step --threads 2 --batches 1,32 --contexts 512
+    Example: cbdisagg bench step --threads 2 --batches 1,32 --contexts 512 --paths native,torch
     """
-    kinds = chosen("--dtypes", [name.strip() for name in dtypes.split(",")], DTYPES)
+    names = chosen("--dtypes", [name.strip() for name in dtypes.split(",")], KINDS)
+    usable = PATHS if native() else ("torch",)
+    ways = chosen("--paths", [name.strip() for name in (paths or usable[0]).split(",")], usable)
+    if "int8" in names and ways != ["native"]:
+        raise typer.BadParameter("int8 has native kernels only", param_hint="'--dtypes'")
     sizes = numbers("--batches", batches)
     cases = [(context, batch) for context in numbers("--contexts", contexts) for batch in sizes]
     tokens = max(PREFILL, *(batch * (context + WARM_UP + repeat) for context, batch in cases))
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
+    limits = machine(threads)
     rows: list[Row] = []
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("machine", total=1 + len(kinds) * (len(cases) + 1))
-        limits = measure_limits()
-        progress.advance(task)
-        for dtype in kinds:
-            progress.update(task, description=f"{dtype}: loading")
-            bench = Bench(model, dtype, threads, tokens, seed)
-            for row in bench.measure(cases, repeat):
-                rows.append(_compare(row, limits))
-                progress.update(task, advance=1, description=f"{dtype}: {row.phase}")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("steps", total=len(names) * len(ways) * (len(cases) + 1))
+        for name in names:
+            progress.update(task, description=f"{name}: loading")
+            benches = [Bench(model, path, name, threads, tokens, seed) for path in ways]
+            for row in measure(benches, cases, limits, repeat):
+                rows.append(with_goal(row, threads))
+                progress.update(task, advance=1, description=f"{name}: {row.phase}")
     if as_json:
-        print(json.dumps(_report(rows, limits, threads, seed, model), indent=1))
+        print(json.dumps(_report(rows, threads, seed, model), indent=1))
     else:
-        Console().print(_table(rows, limits, threads))
+        Console().print(_table(rows, threads))
 
 
 class Bench:
     """One runner over a pool of random content, big enough for `tokens` tokens in all."""
 
-    def __init__(self, model: Path | None, dtype: str, threads: int, tokens: int, seed: int) -> None:
-        self.dtype = dtype
+    def __init__(self, model: Path | None, path: str, name: str, threads: int, tokens: int, seed: int) -> None:
+        self.path, self.name, self.kind = path, name, KINDS[name]
         self.random = np.random.default_rng(seed)
         torch.manual_seed(seed)
         pages = tokens // PAGE_SIZE + 128
         self.pages = self.random.permutation(pages).tolist()
-        self.vocab, self.runner = _runner(model, dtype, threads, pages, tokens)
+        dtype = getattr(torch, self.kind.dtype)
+        ops = select(CPU, dtype, native_path=path == "native", quantised=name == "int8")
+        self.runner = _runner(model, self.kind.dtype, ops, threads, pages, tokens)
         self.plans = 0
 
-    def measure(self, cases: list[tuple[int, int]], repeat: int) -> Iterator[Row]:
-        for context, batch in cases:
-            seconds = self._decode(context, batch, repeat)
-            yield _row("decode", self.dtype, batch, context, seconds, tokens=batch)
-        yield _row("prefill", self.dtype, 1, PREFILL, self._prefill(repeat), tokens=PREFILL)
+    def work(self, context: int, batch: int) -> Work:
+        """Of a decode step of `batch` sequences of `context` tokens."""
+        spec = self.runner.decoder.spec
+        kv = 2 * spec.layers * spec.kv_heads * spec.head_dim * self.runner.decoder.dtype.itemsize
+        inner, head = self._weights()
+        attention = 4 * spec.layers * spec.heads * spec.head_dim * context
+        return Work(
+            (inner + head) * self.kind.weight_bytes + kv * context * batch, batch * (2 * (inner + head) + attention)
+        )
 
-    def _decode(self, context: int, batch: int, repeat: int) -> list[float]:
-        """Steps of `batch` sequences that each have `context` tokens at the middle one."""
+    def prefill_work(self) -> Work:
+        """Of PREFILL tokens, of which the last one draws; a token attends to half of them on average."""
+        spec = self.runner.decoder.spec
+        inner, head = self._weights()
+        attention = 4 * spec.layers * spec.heads * spec.head_dim * PREFILL / 2
+        return Work((inner + head) * self.kind.weight_bytes, PREFILL * (2 * inner + attention) + 2 * head)
+
+    def _weights(self) -> tuple[int, int]:
+        """Weights of all products of the layers, and of the head."""
+        spec, decoder = self.runner.decoder.spec, self.runner.decoder
+        return decoder.product_weights, spec.vocab * decoder.embedding.shape[1]
+
+    def decode(self, context: int, batch: int, repeat: int) -> Iterator[float]:
+        """Seconds of steps of `batch` sequences that each have `context` tokens at the middle one."""
         first = max(1, context - repeat // 2 - WARM_UP)
         self._admit(batch, first, first + WARM_UP + repeat)
-        seconds = []
         for length in range(first, first + WARM_UP + repeat):
-            seconds.append(self._run(slices=tuple(Slice(n, length - 1, 1, 1) for n in range(batch))))
+            yield self._run(slices=tuple(Slice(n, length - 1, 1, 1) for n in range(batch)))
         self._run(release=tuple(range(batch)))
-        return seconds[WARM_UP:]
 
-    def _prefill(self, repeat: int) -> list[float]:
-        seconds = []
-        for _ in range(WARM_UP + max(3, repeat // 3)):
+    def prefill(self, repeat: int) -> Iterator[float]:
+        for _ in range(WARM_UP + repeat):
             self._admit(1, PREFILL, PREFILL)
-            seconds.append(self._run(slices=(Slice(0, 0, PREFILL, 1),)))
+            yield self._run(slices=(Slice(0, 0, PREFILL, 1),))
             self._run(release=(0,))
-        return seconds[WARM_UP:]
 
     def _admit(self, batch: int, length: int, longest: int) -> None:
         """`length` tokens each, and pages for `longest`."""
         each = len(self.pages) // batch
         admits = []
         for n in range(batch):
-            prompt = pack(self.random.integers(0, self.vocab, length).tolist())
+            prompt = pack(self.random.integers(0, self.runner.decoder.spec.vocab, length).tolist())
             pages = tuple(self.pages[n * each : (n + 1) * each][: -(-longest // PAGE_SIZE)])
             admits.append(Admit(n, prompt, b"", pages, Sampling(max_tokens=1 << 20, temperature=0.0)))
         self._run(admit=tuple(admits))
@@ -178,40 +238,111 @@ class Bench:
         return time.perf_counter() - started
 
 
-def measure_limits() -> Limits:
-    """Best of several: the sum of 512 MiB, and products of 2048 x 2048 matrices as the model computes them."""
-    memory = torch.ones(1 << 27)
-    dram = memory.numel() * memory.itemsize / _best(memory.sum, 10) / 1e9
-    size = 2048
-    x = torch.randn(size, size).bfloat16()
-    product = select(torch.device("cpu"), x.dtype).linear(torch.randn(size, size).bfloat16(), None)
-    return Limits(dram, 2 * size**3 / _best(lambda: product(x), 10) / 1e9)
+def measure(benches: list[Bench], cases: list[tuple[int, int]], limits: Limits, repeat: int) -> Iterator[Row]:
+    """All benches have one dtype."""
+    for context, batch in cases:
+        samples = _in_turn([bench.decode(context, batch, repeat) for bench in benches], limits, benches[0].kind)
+        for bench, taken in zip(benches, samples, strict=True):
+            yield _row("decode", bench, batch, context, taken, batch, bench.work(context, batch))
+    samples = _in_turn([bench.prefill(max(3, repeat // 3)) for bench in benches], limits, benches[0].kind)
+    for bench, taken in zip(benches, samples, strict=True):
+        yield _row("prefill", bench, 1, PREFILL, taken, PREFILL, bench.prefill_work())
 
 
-def _best(call: object, times: int) -> float:
-    assert callable(call)
-    seconds = []
-    for _ in range(times):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step, and the machine's limits just after it."""
+
+    seconds: float
+    bytes_per_s: float
+    operations_per_s: float
 
 
-def _runner(model: Path | None, dtype: str, threads: int, pages: int, tokens: int) -> tuple[int, TorchRunner]:
-    """The vocabulary's size, and a runner whose pool holds small random numbers."""
+def _in_turn(runs: list[Iterator[float]], limits: Limits, kind: Kind) -> list[list[Sample]]:
+    """Samples of each run, a step of each after a step of the others; those of the warm-up are left out."""
+    rounds = []
+    for seconds in zip(*runs, strict=True):
+        read, multiply = limits.bytes_per_s(), limits.operations_per_s(kind.number)
+        rounds.append([Sample(each, read, multiply) for each in seconds])
+    return [list(each) for each in zip(*rounds[WARM_UP:], strict=True)]
+
+
+def _row(phase: str, bench: Bench, batch: int, context: int, samples: list[Sample], tokens: int, work: Work) -> Row:
+    seconds = [sample.seconds for sample in samples]
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4)
+    read = statistics.median(sample.bytes_per_s for sample in samples)
+    multiply = statistics.median(sample.operations_per_s for sample in samples)
+    return Row(
+        phase,
+        bench.path,
+        bench.name,
+        batch,
+        context,
+        ms=1e3 * median,
+        spread=1e3 * (high - low),
+        tokens_per_s=tokens / median,
+        dram=read / 1e9,
+        peak=multiply / 1e9,
+        limit=max(work.nbytes / read, work.operations / multiply) / median,
+    )
+
+
+def with_goal(row: Row, threads: int) -> Row:
+    """Beside the goal for its case, if there is one, scaled by what bounds it."""
+    size = PREFILL if row.phase == "prefill" else row.batch
+    goal = GOALS.get((threads, row.path, row.dtype), {}).get(size)
+    if goal is None or row.context != GOAL_CONTEXT:
+        return row
+    streams = row.phase == "decode" and row.batch <= STREAM_BOUND_BATCH
+    scale = row.dram / REFERENCE_DRAM[threads] if streams else row.peak / REFERENCE_PEAK[threads][row.dtype]
+    return replace(row, goal=goal * scale, reached=row.tokens_per_s / (goal * scale))
+
+
+# -------------------------------------------------------------------------------------------------------- machine
+
+
+def machine(threads: int) -> Limits:
+    library = native()
+    return TorchLimits() if library is None else kernels.Limits(library, threads)
+
+
+class TorchLimits:
+    """Where there are no C kernels: the sum of 256 MiB, and products of 1024 x 1024 matrices."""
+
+    def __init__(self) -> None:
+        self.memory = torch.ones(1 << 26)
+
+    def bytes_per_s(self) -> float:
+        return self.memory.nbytes / _seconds(self.memory.sum)
+
+    def operations_per_s(self, number: int) -> float:
+        dtype, size = torch.float32 if number == FLOAT32 else torch.bfloat16, 1024
+        x = torch.randn(size, size).to(dtype)
+        product = select(CPU, dtype).linear(x, None)
+        return 2 * size**3 / _seconds(lambda: product(x))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+# ---------------------------------------------------------------------------------------------------------- model
+
+
+def _runner(model: Path | None, dtype: str, ops: Ops, threads: int, pages: int, tokens: int) -> TorchRunner:
+    """A runner whose pool holds small random numbers."""
     if model is not None:
         info = describe(model, dtype)
         memory = _memory(info.layers, pages, info.page_bytes(PAGE_SIZE), dtype)
-        return info.vocab, build_runner(model, dtype, memory, PAGE_SIZE, min(info.context, tokens), threads)
+        return build_runner(model, dtype, memory, PAGE_SIZE, min(info.context, tokens), threads, ops)
     spec = smollm2_spec()
     shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, PAGE_SIZE, getattr(torch, dtype))
     pool = pool_tensor(_memory(spec.layers, pages, shape.page_bytes, dtype), shape)
     max_len = min(spec.context, tokens)
-    weights = weights_of(spec, random_tensors(spec, inner=1536))
-    return spec.vocab, TorchRunner(
-        Decoder(spec, weights, select(torch.device("cpu"), shape.dtype), pool, max_len), max_len
-    )
+    return TorchRunner(Decoder(spec, weights_of(spec, random_tensors(spec, inner=1536)), ops, pool, max_len), max_len)
 
 
 def _memory(layers: int, pages: int, page_bytes: int, dtype: str) -> np.ndarray:
@@ -264,56 +395,36 @@ def _no_push(layer: int, push: Push) -> None:
     raise AssertionError("no slice of the bench pushes")
 
 
-def _row(phase: str, dtype: str, batch: int, context: int, seconds: list[float], tokens: int) -> Row:
-    median = statistics.median(seconds)
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return Row(phase, dtype, batch, context, 1e3 * median, 1e3 * (high - low), tokens / median)
-
-
-def _compare(row: Row, limits: Limits) -> Row:
-    """Beside the reference where there is one for this case: it was taken in bfloat16 only."""
-    reference = REFERENCE_PREFILL_MS if row.phase == "prefill" else REFERENCE_MS.get((row.context, row.batch))
-    if reference is None or row.dtype != "bfloat16":
-        return row
-    streams = row.phase == "decode" and row.batch <= STREAM_BOUND_BATCH
-    scale = limits.dram / REFERENCE_DRAM if streams else limits.peak / REFERENCE_PEAK
-    named = {
-        name: getattr(row, name) for name in ("phase", "dtype", "batch", "context", "ms", "spread", "tokens_per_s")
-    }
-    return Row(**named, reference_ms=reference, scale=scale, ratio=row.ms / (reference / scale))
-
-
-def _report(rows: list[Row], limits: Limits, threads: int, seed: int, model: Path | None) -> dict[str, object]:
+def _report(rows: list[Row], threads: int, seed: int, model: Path | None) -> dict[str, object]:
+    library = native()
     return {
         "command": "step",
         "model": str(model) if model else "SmolLM2-135M's shape, random weights",
         "seed": seed,
         "threads": threads,
+        "native": library.name if library else None,
         "machine": f"{platform.machine()} {os.cpu_count()} cpus",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "limits": asdict(limits),
         "rows": [asdict(row) for row in rows],
     }
 
 
-def _table(rows: list[Row], limits: Limits, threads: int) -> Table:
+def _table(rows: list[Row], threads: int) -> Table:
     """Fits 80 columns."""
-    title = f"{threads} threads; DRAM read {limits.dram:.1f} GB/s, bfloat16 products {limits.peak:.0f} Gop/s"
+    dram, peak = (statistics.median(getattr(row, name) for row in rows) for name in ("dram", "peak"))
     table = Table(
-        title=title,
-        caption="ref: tuned torch on the reference machine; ratio: time over the scaled one",
+        title=f"{threads} threads; DRAM read {dram:.1f} GB/s, products {peak:.0f} Gop/s",
+        caption="limit: time that reads or arithmetic take at least, over ms; goal: tok/s, scaled to this machine",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         show_edge=False,
     )
-    for name in ("phase", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "ref ms", "scale", "ratio"):
-        table.add_column(name, justify="left" if name in ("phase", "dtype") else "right")
+    for name in ("phase", "path", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "limit", "goal", "of goal"):
+        table.add_column(name, justify="left" if name in ("phase", "path", "dtype") else "right")
     for row in rows:
-        compared = (
-            ("", "", "") if row.ratio is None else (f"{row.reference_ms:.1f}", f"{row.scale:.2f}", f"{row.ratio:.2f}")
-        )
-        figures = (f"{row.ms:.2f}", f"{row.spread:.2f}", f"{row.tokens_per_s:.0f}")
-        table.add_row(row.phase, DTYPES[row.dtype], str(row.context), str(row.batch), *figures, *compared)
+        goal = ("", "") if row.reached is None else (f"{row.goal:.0f}", f"{row.reached:.0%}")
+        sizes = (str(row.context), str(row.batch), f"{row.ms:.2f}", f"{row.spread:.2f}", f"{row.tokens_per_s:.0f}")
+        table.add_row(row.phase, row.path, KINDS[row.dtype].short, *sizes, f"{row.limit:.0%}", *goal)
     return table
 
 

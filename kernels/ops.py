@@ -42,15 +42,20 @@ class Ops:
     fuse: Callable[[Stack], RunLayers | None]  # layers that were made of these operators, as one call
 
 
-def select(device: torch.device, dtype: torch.dtype) -> Ops:
+def select(device: torch.device, dtype: torch.dtype, native_path: bool = True, quantised: bool = False) -> Ops:
     """The operators for `device` and `dtype`, on as many threads as torch has now.
 
-    Raises ValueError if there are none.
+    `native_path`: the C kernels, where they can be had. `quantised`: weights in int8, which needs them. Raises
+    ValueError if there are no such operators.
     """
     if device.type != "cpu":
         raise ValueError(f"no operators for device {device}: this build runs on cpu")
-    library = native() if dtype in (torch.float32, torch.bfloat16) else None
-    return _torch(device, dtype) if library is None else _native(library)
+    library = native() if native_path and dtype in (torch.float32, torch.bfloat16) else None
+    if library is not None:
+        return _native(library, quantised)
+    if quantised:
+        raise ValueError("weights in int8 need the native kernels")
+    return _torch(device, dtype)
 
 
 def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
@@ -69,7 +74,7 @@ def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
     )
 
 
-def _native(library: Native) -> Ops:
+def _native(library: Native, quantised: bool) -> Ops:
     threads = torch.get_num_threads()
     small = NativeSmall(library, threads)
 
@@ -77,8 +82,8 @@ def _native(library: Native) -> Ops:
         return NativeSelfAttention(library, threads, shape) if fits(shape) else TorchSelfAttention(shape)
 
     return Ops(
-        name=library.name,
-        linear=Packer(library),
+        name=f"{library.name}-int8" if quantised else library.name,
+        linear=Packer(library, quantised),
         attention=attention,
         rms_norm=small.rms_norm,
         layer_norm=small.layer_norm,

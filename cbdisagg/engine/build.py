@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cbdisagg_kernels.ops import select
+from cbdisagg_kernels.ops import Ops, select
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
@@ -71,19 +71,26 @@ def describe(folder: Path, dtype: str) -> ModelInfo:
 
 
 def build_runner(
-    folder: Path, dtype: str, memory: NDArray[np.uint8], page_size: int, max_len: int, threads: int
+    folder: Path,
+    dtype: str,
+    memory: NDArray[np.uint8],
+    page_size: int,
+    max_len: int,
+    threads: int,
+    ops: Ops | None = None,
 ) -> TorchRunner:
     """Load a model on the CPU. `memory` [layers, pages, page_bytes], writable, is its KV pool (`Pool.pages`).
 
     `max_len`: tokens of prompt + output that a sequence may have. `threads`: of each operator, from now on in the whole
-    process. Raises ModelError if the folder holds no model of ours or the model cannot see `max_len` tokens.
+    process. `ops`: others than those that suit this machine best. Raises ModelError if the folder holds no model of
+    ours or the model cannot see `max_len` tokens.
     """
     torch.set_num_threads(threads)
     spec = _spec(folder)
     _check_length(spec, max_len)
     shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, page_size, _dtype(dtype))
     weights = weights_of(spec, load(folder))
-    decoder = Decoder(spec, weights, select(CPU, shape.dtype), pool_tensor(memory, shape), max_len)
+    decoder = Decoder(spec, weights, ops or select(CPU, shape.dtype), pool_tensor(memory, shape), max_len)
     return TorchRunner(decoder, max_len)
 
 

@@ -29,6 +29,7 @@ class Decoder:
         self.embedding = weights.embed.to(self.dtype)
         self.project_in = self._linear(weights.project_in) if weights.project_in else None
         self.layers = [self._layer(layer) for layer in weights.layers]
+        self.product_weights = sum(_weights(layer) for layer in weights.layers)  # in all layers, for who measures
         self.final_norm = self._norm(weights.final_norm) if weights.final_norm else None
         self.project_out = self._linear(weights.project_out) if weights.project_out else None
         self.head = self._linear(Affine(weights.head))
@@ -116,3 +117,8 @@ class Decoder:
         weight = None if affine.weight is None else affine.weight.to(self.dtype)
         bias = None if affine.bias is None else affine.bias.to(self.dtype)
         return Norm(self.spec.norm, weight, bias, self.spec.norm_eps)
+
+
+def _weights(layer: LayerWeights) -> int:
+    products = (layer.qkv, layer.out, layer.up, layer.down)
+    return sum(each.weight.numel() for each in products if each.weight is not None)
