@@ -414,18 +414,22 @@ def _table(rows: list[Row], threads: int) -> Table:
     dram, peak = (statistics.median(getattr(row, name) for row in rows) for name in ("dram", "peak"))
     table = Table(
         title=f"{threads} threads; DRAM read {dram:.1f} GB/s, products {peak:.0f} Gop/s",
-        caption="limit: time that reads or arithmetic take at least, over ms; goal: tok/s, scaled to this machine",
+        caption="limit: least time for its reads or its arithmetic, over ms; goal: scaled, tok/s",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         show_edge=False,
     )
-    for name in ("phase", "path", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "limit", "goal", "of goal"):
+    for name in ("phase", "path", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "limit", "goal", "of it"):
         table.add_column(name, justify="left" if name in ("phase", "path", "dtype") else "right")
     for row in rows:
         goal = ("", "") if row.reached is None else (f"{row.goal:.0f}", f"{row.reached:.0%}")
-        sizes = (str(row.context), str(row.batch), f"{row.ms:.2f}", f"{row.spread:.2f}", f"{row.tokens_per_s:.0f}")
+        sizes = (str(row.context), str(row.batch), _digits(row.ms), _digits(row.spread), f"{row.tokens_per_s:.0f}")
         table.add_row(row.phase, row.path, KINDS[row.dtype].short, *sizes, f"{row.limit:.0%}", *goal)
     return table
+
+
+def _digits(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 100 else f"{ms:.0f}"
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class TorchSelfAttention:
             turn=None if self.tables is None else (self.tables[0][at], self.tables[1][at]),
             places=kv_rows(where, self.shape.kv_heads, self.shape.page_size),
             groups=self._groups(segments[segments[:, 1] == 1], pages),
-            chunks=[self._chunk(*each, pages) for each in segments[segments[:, 1] > 1].tolist()],
+            chunks=[self._chunk(each, pages) for each in segments[segments[:, 1] > 1].tolist()],
         )
 
     def write(self, qkv: Tensor, layer: Tensor, plan: TorchPlan) -> None:
@@ -120,9 +120,11 @@ class TorchSelfAttention:
         # Behind a sequence's last page the table repeats it, so that a gather never reads a page of unknown content.
         columns = np.minimum(np.arange(counts.max())[None, :], counts[:, None] - 1)
         tables = pages[singles[:, 3][:, None], columns]
-        return self.attention.plan_decode(0, torch.from_numpy(tables), lengths.tolist())
+        groups: list[DecodeGroup] = self.attention.plan_decode(0, torch.from_numpy(tables), lengths.tolist())
+        return groups
 
-    def _chunk(self, row: int, rows: int, start: int, slot: int, pages: NDArray[np.int32]) -> Chunk:
+    def _chunk(self, segment: list[int], pages: NDArray[np.int32]) -> Chunk:
+        row, rows, start, slot = segment
         count = -(-(start + rows) // self.shape.page_size)
         return self.attention.plan_chunk(row, rows, start, torch.from_numpy(pages[slot, :count]))
 
