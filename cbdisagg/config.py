@@ -70,12 +70,13 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     """`mode`: decide each request's route by predicted latency, or never, or always hand over.
 
     `queue_limit`: requests that may wait for a worker before new ones get 429. `suspect_s`: a worker with work and no
-    progress for this long is replaced.
+    progress for this long is replaced; `silent_s`: one, or a coordinator, that says nothing at all for this long.
     """
 
     mode: Literal["auto", "aggregate", "disaggregate"] = "auto"
     queue_limit: int = 256
     suspect_s: float = 20.0
+    silent_s: float = 6.0
 
 
 class Transfer(Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +99,11 @@ class Http(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request may ask for; more is a 400 that names the field (413 for the body)."""
+    """What one request may ask for; more is a 400 that names the field (413 for the body). And how long things last.
+
+    `resume_s`: a stream that has lost its worker ends with an error if none takes it on within this time. `drain_s`:
+    when the service or a worker is asked to end, running requests have this long to finish or to move.
+    """
 
     max_output_tokens: int = 0  # 0: whatever the context leaves
     body_mb: float = 16.0
@@ -112,6 +117,8 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: int = 256
     logit_bias: int = 1024
     stalled_reader_s: float = 300.0
+    resume_s: float = 60.0
+    drain_s: float = 30.0
 
 
 class Cluster(Struct, frozen=True, forbid_unknown_fields=True):

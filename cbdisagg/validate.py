@@ -27,6 +27,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "scheduler.token_budget": (1, 1 << 20),
     "policy.queue_limit": (1, 1 << 20),
     "policy.suspect_s": (1, 3600),
+    "policy.silent_s": (1.5, 3600),
     "transfer.floor_gbps": (0, 10_000),
     "http.port": (0, 65535),
     "limits.max_output_tokens": (0, 1 << 24),
@@ -41,6 +42,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "limits.stop_token_ids": (0, 1 << 20),
     "limits.logit_bias": (0, 1 << 20),
     "limits.stalled_reader_s": (1, 86_400),
+    "limits.resume_s": (1, 86_400),
+    "limits.drain_s": (0, 86_400),
 }
 """The least and the greatest value of each number outside [[workers]], in the unit that the key's name ends in."""
 
