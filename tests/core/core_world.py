@@ -40,6 +40,7 @@ from cbdisagg.messages import (
     AttemptId,
     Lead,
     Logprobs,
+    Page,
     PeerDown,
     PoolInfo,
     Push,
@@ -129,11 +130,12 @@ class Actor:
     def __init__(self, world: World, address: Address) -> None:
         self.world, self.address = world, address
         self.wake_at: float | None = None
-        self.journal: list[tuple[Any, float, list[Effect]]] = []
+        self.journal: list[tuple[Any, float, list[Effect]]] | None = []  # None: not kept
 
     def feed(self, core: Any, event: Any) -> None:
         effects = core.handle(event, self.world.now)
-        self.journal.append((event, self.world.now, effects))
+        if self.journal is not None:
+            self.journal.append((event, self.world.now, effects))
         for effect in effects:
             self.perform(effect)
 
@@ -156,7 +158,7 @@ class Actor:
 
     def replay(self, core: Any) -> None:
         """Fed the same events, a fresh core wants the same done."""
-        for event, now, effects in self.journal:
+        for event, now, effects in self.journal or ():
             assert core.handle(event, now) == effects, event
 
 
@@ -273,16 +275,22 @@ class WorkerActor(Actor):
     def _push(self, push: Push) -> None:
         content = {there: list(self.pool[here]) for here, there in zip(push.source, push.target, strict=True)}
         kind = self.world.kind(self.address, push.to)
-        peer = self.world.actors.get(push.to.incarnation)
+        data = Data(push.attempt, content)
         if kind in RECEIVER_PLACED:
-            self.world.send_data(self.address, push.to, Data(push.attempt, content))
-        elif isinstance(peer, WorkerActor):
-            for page, values in content.items():
-                peer.pool[page] = values
+            self.world.send_data(self.address, push.to, data)
+        else:
+            self.world.place(push.to, data)
         self.done.append(PushDone(push.serial, kind, 64 * len(content), 0.001))
 
     def push_done(self) -> None:
         self._feed(self.done.popleft())
+
+    def written(self, data: Data) -> None:
+        """A peer writes into this worker's memory, which can refuse nothing: only the protocol keeps it away."""
+        for page, values in data.pages.items():
+            writer = self.core.pages.writers.get(Page(page))
+            assert writer == data.attempt, f"{self.address.name}: {data.attempt} writes page {page} of {writer}"
+            self.pool[page] = values
 
     def land(self, sender: int, data: Data) -> None:
         """As a receiver does: only what is expected, from whom it is expected, is written."""
@@ -318,11 +326,7 @@ class ApiActor(Actor):
     def __init__(self, world: World, address: Address) -> None:
         super().__init__(world, address)
         self.client = Client(
-            address.incarnation,
-            lambda to, message: world.send(address, to, message),
-            model="m",
-            page_size=world.setting.page_size,
-            now=lambda: world.now,
+            address.incarnation, self._tell, model="m", page_size=world.setting.page_size, now=self._clock
         )
         self.streams: list[Stream] = []
         self.cancelled: set[int] = set()
@@ -356,6 +360,12 @@ class ApiActor(Actor):
         if not stream.ended:
             self.cancelled.add(stream.id.n)
         stream.cancel("disconnect")
+
+    def _tell(self, to: Address, message: Any) -> None:
+        self.world.send(self.address, to, message)
+
+    def _clock(self) -> float:
+        return self.world.now
 
     def tick(self) -> None:
         raise AssertionError("the client sets no timer")
@@ -473,6 +483,13 @@ class World:
     def send_data(self, sender: Address, to: Address, data: Data) -> None:
         if to.incarnation in self.actors:
             self.data.setdefault((sender.incarnation, to.incarnation), deque()).append(data)
+
+    def place(self, to: Address, data: Data) -> None:
+        """As shared memory does: the pages are there at once, if the process still lives."""
+        receiver = self.actors.get(to.incarnation)
+        if receiver is not None:
+            assert isinstance(receiver, WorkerActor)
+            receiver.written(data)
 
     def deliver(self, pair: tuple[int, int]) -> None:
         sender, message = self.queues[pair].popleft()
