@@ -16,14 +16,14 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 from cbdisagg.actors.journal import Event, Journal
 from cbdisagg.actors.lane import Tray
 from cbdisagg.actors.mailbox import Post
-from cbdisagg.core.effects import Connect, Disconnect, Effect, Expect, Forget, Note, RunStep, Tell, Verify, Wake
+from cbdisagg.core.effects import Check, Connect, Disconnect, Effect, Expect, Forget, Note, RunStep, Tell, Verify, Wake
 from cbdisagg.core.events import Tick
 
 log = logging.getLogger("cbdisagg.core")
 
 E = TypeVar("E")
 E_contra = TypeVar("E_contra", contravariant=True)
-Deed: TypeAlias = RunStep | Connect | Disconnect | Verify | Expect | Forget
+Deed: TypeAlias = RunStep | Connect | Disconnect | Verify | Expect | Forget | Check
 """The effects that need an engine or a transport."""
 
 
@@ -90,7 +90,7 @@ class Shell(Generic[E]):
                 self._wake(at)
             case Note(level, text):
                 log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
-            case RunStep() | Connect() | Disconnect() | Verify() | Expect() | Forget():
+            case RunStep() | Connect() | Disconnect() | Verify() | Expect() | Forget() | Check():
                 if self._hands is None:
                     raise TypeError(f"{effect!r} from a core without an engine")
                 self._hands.perform(effect)

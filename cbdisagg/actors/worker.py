@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from cbdisagg.actors.hands import EngineHands
+from cbdisagg.actors.hands import EngineHands, Lanes
 from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.lane import Lane
 from cbdisagg.actors.life import Life
@@ -108,11 +108,10 @@ class Worker:
         self._coordinator: Address | None = None
         self._kept: list[FromWorkerInbox] = []
         self._shell: Shell[WorkerEvent] | None = None
-        self._steps = Lane("steps", life.crash_from_thread)
-        self._ways = Lane("ways", life.crash_from_thread)
+        self._lanes = Lanes(*(Lane(name, life.crash_from_thread) for name in ("steps", "ways", "checks")))
         self._mailbox.start(self._receive, self._lost_messages)
         self._tell_supervisor(Up(self._mailbox.address, "worker", os.getpid()))
-        self._steps.do(self._load)
+        self._lanes.steps.do(self._load)
 
     def close(self) -> None:
         if self._shell is not None:
@@ -165,7 +164,9 @@ class Worker:
         self._shell = Shell(
             core,
             self._mailbox,
-            EngineHands(loaded.runner, transfer, self._steps, self._ways, self._put),
+            EngineHands(
+                loaded.runner, transfer, loaded.pool, self._lanes, self._put, checksums=config.debug.invariants
+            ),
             check=(lambda: check_worker(core)) if config.debug.invariants else None,
             journal=Journal(journal_folder(config.debug), info, config) if config.debug.journal else None,
         )
