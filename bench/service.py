@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cbdisagg.load import environment
+
 START_S = 180.0
 
 
@@ -32,8 +34,12 @@ class Service:
 
 
 @asynccontextmanager
-async def running(name: str, options: Sequence[str], errors: Path) -> AsyncIterator[Service]:
+async def running(
+    name: str, options: Sequence[str], errors: Path, temporary: Path | None = None
+) -> AsyncIterator[Service]:
     """`cbdisagg serve` with these options, on a free port unless they name one; its stderr goes to the file `errors`.
+
+    `temporary`: where it makes its temporary files, if not where everybody does.
 
     Raises ServiceFailed with the last line on its stderr if it does not get ready within START_S.
     """
@@ -42,6 +48,7 @@ async def running(name: str, options: Sequence[str], errors: Path) -> AsyncItera
             *(sys.executable, "-m", "cbdisagg", "serve", "--port", "0", *options),
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
+            env=environment(TMPDIR=str(temporary)) if temporary is not None else None,
         )
     try:
         url = await _address(process)
