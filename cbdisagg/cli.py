@@ -233,6 +233,12 @@ def handover(context: typer.Context) -> None:
     _bench(context, "handover", "handover")
 
 
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def faults(context: typer.Context) -> None:
+    """Kill processes of a service under load and compare its answers."""
+    _bench(context, "faults", "faults")
+
+
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Put load on a running server and time its answers."""
