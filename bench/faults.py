@@ -106,7 +106,9 @@ def service_options(
     if config is None:
         config = folder / "2p2d.toml"
         config.write_text(SETTINGS)
-    overrides = [f"model.dtype={dtype}", f"policy.suspect_s={SUSPECT_S}", *overrides]
+    given = {override.partition("=")[0].strip() for override in overrides}
+    ours = {"model.dtype": dtype, "policy.suspect_s": SUSPECT_S}
+    overrides = [*overrides, *(f"{key}={value}" for key, value in ours.items() if key not in given)]
     suspect_s = load_config(config, overrides).policy.suspect_s
     settings = [word for override in overrides for word in ("--set", override)]
     return ["--config", str(config), "--model", model, *settings], suspect_s
@@ -153,6 +155,7 @@ def faults(
         print(json.dumps(asdict(report) | asdict(plan) | {"model": model, "dtype": dtype}, indent=1))
     else:
         print(f"{dtype}, {concurrency} clients at once, policy.suspect_s = {suspect_s:g}, seed {seed}")
+        print(f"log probabilities differ from the undisturbed ones by {report.drift:.1e} at most")
         for table in tables(report):
             Console().print(table)
     for line in complaints(report, keep):

@@ -114,17 +114,16 @@ def compare(answer: Answer, reference: Answer, tolerance: float) -> Verdict:
         return Verdict("lost", answer.error)
     if not answer.whole and not answer.left:
         return Verdict("lost", "it ended without an end")
-    if answer.whole:
-        if sorted(answer.said) != sorted(reference.said):
-            return Verdict("altered", f"choices {sorted(answer.said)} instead of {sorted(reference.said)}")
-        if answer.usage != reference.usage:
-            return Verdict("altered", f"usage {answer.usage} instead of {reference.usage}")
+    if answer.whole and sorted(answer.said) != sorted(reference.said):
+        return Verdict("altered", f"choices {sorted(answer.said)} instead of {sorted(reference.said)}")
     drift = 0.0
     for index, said in sorted(answer.said.items()):
         found = _compare_choice(said, reference.said[index], answer.whole, tolerance)
         if found.kind != "same":
             return Verdict(found.kind, f"choice {index}: {found.what}", found.drift)
         drift = max(drift, found.drift)
+    if answer.whole and answer.usage != reference.usage:
+        return Verdict("altered", f"usage {answer.usage} instead of {reference.usage}", drift)
     return Verdict("same", drift=drift)
 
 

@@ -171,10 +171,12 @@ def tables(report: Report) -> list[Table]:
     for name, count in sorted(report.faults.items()):
         faults.add_row(name, str(count))
     outcome = Table(title=f"{report.requests} answers, {report.left} cut short by their clients")
-    for name in ("lost", "altered", "repeated", "leaked", "crashed", "refused, came back", "resumed", "preempted"):
-        outcome.add_column(name, justify="right")
-    counts = [*report.verdicts.values(), len(report.leaked), len(report.crashed), report.refused]
-    outcome.add_row(*map(str, [*counts, sum(report.resumed.values()), report.preemptions]))
+    outcome.add_column("")
+    outcome.add_column("count", justify="right")
+    counts = {"leaked": len(report.leaked), "crashed": len(report.crashed), "refused, and came back": report.refused}
+    counts |= {"sequences that went on elsewhere": sum(report.resumed.values()), "preemptions": report.preemptions}
+    for name, count in (report.verdicts | counts).items():
+        outcome.add_row(name, str(count))
     pauses = Table(title="Pauses of streams that a fault met, in seconds")
     for name in ("", "streams", "p50", "p99", "longest"):
         pauses.add_column(name, justify="right" if name else "left")

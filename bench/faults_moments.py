@@ -86,7 +86,6 @@ class Striker:
 
     def __init__(self, processes: Processes, journals: Journals, rng: random.Random, tasks: asyncio.TaskGroup) -> None:
         self.strikes: list[Strike] = []
-        self._roles: set[str] = set()
         self._ended: set[int] = set()  # incarnations that do not come back: all but the frozen ones
         self._processes, self._journals, self._rng, self._tasks = processes, journals, rng, tasks
 
@@ -104,10 +103,9 @@ class Striker:
         """Until the coordinator and, of each role, a worker are up; or RECOVERY_S have passed."""
         deadline = time.monotonic() + RECOVERY_S
         while time.monotonic() < deadline:
-            roles = {process.role for process in self._processes.look().values() if process.role != "api"}
-            if "coordinator" in roles and roles | self._roles == {process.role for process in self.up()}:
+            up = {process.role for process in self.up()}
+            if {name.partition("-")[0] for name in self._processes.names} <= up | {"api"}:
                 return
-            self._roles |= roles
             await asyncio.sleep(LOOK_S)
 
     def up(self) -> list[Process]:
