@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 
 if TYPE_CHECKING:
+    from cbdisagg.config import Config
     from cbdisagg.messages import Address
 
 EXAMPLE = "\b\nExample:\n  "
@@ -96,8 +97,11 @@ def serve(
     from cbdisagg.actors.launch import ServiceFailed
     from cbdisagg.actors.serve import serve as run
 
+    def read() -> Config:
+        return load_config(config, set_ or [], options)
+
     try:
-        run(load_config(config, set_ or [], options), _address(client))
+        run(read(), _address(client), read)
     except ServiceFailed as failure:
         fail(str(failure))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cbdisagg.actors.coordinator import run_coordinator
 from cbdisagg.actors.launch import Supervisor
-from cbdisagg.actors.life import run_child
+from cbdisagg.actors.life import AT_ONCE, run_child
 from cbdisagg.actors.placement import Spot
 from cbdisagg.actors.start import Start, read_start, write_config
 from cbdisagg.actors.worker import Loaded, run_worker
@@ -48,6 +48,8 @@ class Told:
     def ready(self, supervisor: Supervisor) -> None:
         print(*(child.pid for child in supervisor.children), flush=True)
 
+    def stopping(self, running: str) -> None: ...
+
 
 async def serve(folder: Path) -> None:
     write_config(Config(), folder)
@@ -62,7 +64,7 @@ def main() -> None:
     elif kind == "worker":
         start, config = read_start(file, "worker")
         if start.model == "stubborn":
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, AT_ONCE])
         run_child(start, lambda life: run_worker(life, start, config, fake_load))
     else:
         start, config = read_start(file, "coordinator")

@@ -80,7 +80,7 @@ async def test_effects_are_performed_in_order(caplog: pytest.LogCaptureFixture) 
     decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
     here, peer = (LocalMailbox(name, n, network, decoder) for name, n in (("here", 1), ("peer", 2)))
     heard: list[tuple[Address, ToCoordinator]] = []
-    peer.start(lambda sender, message: heard.append((sender, message)), lambda _: None)
+    peer.start(lambda sender, message: heard.append((sender, message)), lambda peer, reason: None)
     messages = [Finished(RequestId(1, n), 0, n) for n in range(2)]
     deeds = Deeds()
     core = Script([Tell(PEER, messages[0]), RunStep(PLAN), Note("warning", "careful"), FORGET, Tell(PEER, messages[1])])

@@ -38,6 +38,7 @@ CONFIG = Config(
 class View:
     def __init__(self) -> None:
         self.stages: list[tuple[str, str]] = []
+        self.stops: list[str] = []
         self.is_ready = asyncio.Event()
 
     def stage(self, name: str, stage: str, fraction: float) -> None:
@@ -45,6 +46,9 @@ class View:
 
     def ready(self, supervisor: Supervisor) -> None:
         self.is_ready.set()
+
+    def stopping(self, running: str) -> None:
+        self.stops.append(running)
 
 
 class Api:
@@ -69,8 +73,8 @@ class Api:
         self.client.receive(sender, message)
         self._changed.set()
 
-    def _gap(self, sender: Address) -> None:
-        raise AssertionError(f"messages of {sender} were lost")
+    def _gap(self, peer: Address, reason: str) -> None:
+        raise AssertionError(f"{peer}: {reason}")
 
     async def until(self, condition: Callable[[], bool]) -> None:
         try:
