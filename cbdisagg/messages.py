@@ -147,11 +147,17 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 class Accepted(Struct, frozen=True, tag=True):
-    """decode worker -> api: this worker writes the stream of this submission."""
+    """decode worker -> api: `worker` writes the stream of this submission, from output token `index` on.
+
+    A request that moves is named twice: by the worker that gives it away, after its last token, and by the one that has
+    taken it, before its first. `hops` counts the moves of this submission.
+    """
 
     id: RequestId
     submission: int
     worker: Address
+    hops: int = 0
+    index: int = 0
 
 
 class Rejected(Struct, frozen=True, tag=True):
@@ -219,7 +225,7 @@ class Return(Struct, frozen=True, tag=True):
 
 
 class Finished(Struct, frozen=True, tag=True):
-    """decode worker -> coordinator: this submission no longer occupies the worker."""
+    """decode worker -> coordinator: this submission no longer occupies the worker; it has ended or been handed over."""
 
     id: RequestId
     submission: int
@@ -318,10 +324,11 @@ class Prefill(Struct, frozen=True, tag=True):
 class Moved(Struct, frozen=True, array_like=True):
     """What goes with a request that another worker has run. `computed` tokens have their KV in the pages named.
 
-    `decode_s` counts from its first token, -1 if it has none yet.
+    `decode_s` counts from its first token, -1 if it has none yet; `hops` counts this move too.
     """
 
     computed: int
+    hops: int
     cached_tokens: int
     preemptions: int
     decode_s: float

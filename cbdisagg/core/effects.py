@@ -80,6 +80,4 @@ class Note(Struct, frozen=True, tag=True):
     text: str
 
 
-Effect: TypeAlias = (
-    Tell | RunStep | Connect | Disconnect | Verify | Expect | Forget | Check | Retire | Wake | Note
-)
+Effect: TypeAlias = Tell | RunStep | Connect | Disconnect | Verify | Expect | Forget | Check | Retire | Wake | Note

@@ -83,7 +83,5 @@ class Tick(Struct, frozen=True, tag=True):
     """The time named by an earlier Wake has come."""
 
 
-WorkerEvent: TypeAlias = (
-    FromWorkerInbox | StepDone | PushDone | Landed | Checked | Connected | Verified | Leave | Tick
-)
+WorkerEvent: TypeAlias = FromWorkerInbox | StepDone | PushDone | Landed | Checked | Connected | Verified | Leave | Tick
 CoordinatorEvent: TypeAlias = FromCoordinatorInbox | Tick

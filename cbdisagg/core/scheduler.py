@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from cbdisagg.core.blocks import Pages
-from cbdisagg.core.request import Request, State, Trigger
+from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.messages import Admit, Page, Push, Sampled, Slice, Slot, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Request, Slice, Sampled]
@@ -42,7 +42,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # by order of arrival
         self.running: dict[int, Request] = {}
         self.flights: dict[int, list[tuple[Request, Slice]]] = {}
-        self.pushes: dict[int, Request] = {}  # serial -> the job whose pages it reads
+        self.pushes: dict[int, tuple[Request, JobTarget]] = {}  # serial -> whose pages it reads
         self._number = 0
         self._serial = 0
         self._free_slots = [Slot(n) for n in range(limits.max_batch)]
@@ -67,13 +67,11 @@ class Scheduler:
         if not request.in_flight:
             self._give_back(request)
 
-    def unpin(self, request: Request) -> bool:
-        """A plan or push no longer reads its pages. True if it has ended and now holds nothing."""
+    def unpin(self, request: Request) -> None:
+        """A plan or push no longer reads its pages."""
         request.in_flight -= 1
-        if request.in_flight or not request.ended:
-            return False
-        self._give_back(request)
-        return True
+        if request.ended and not request.in_flight:
+            self._give_back(request)
 
     # ------------------------------------------------------------------------------------------------- plan
 
@@ -172,46 +170,51 @@ class Scheduler:
         assert request.slot is not None
         start, end = request.planned, request.planned + count
         draws = int(end == len(request.tokens) + request.draws_in_flight)
-        push = self._push(request, end, last=bool(draws)) if request.job else None
+        push = self._push(request, end, bool(draws))
         request.planned = end
         request.draws_in_flight += draws
         request.in_flight += 1
         return Slice(request.slot, start, count, draws, request.wants_scores, push)
 
-    def _push(self, request: Request, end: int, last: bool) -> Push | None:
+    def _push(self, request: Request, end: int, draws: bool) -> Push | None:
         """The pages that are complete once the slice has reached `end`, and at the last one the partial page too."""
-        job = request.job
-        assert job is not None
-        complete = request.pages_for(end) if last else end // self.page_size
-        if complete <= job.pushed:
+        target = request.job or request.giving
+        if target is None:
             return None
-        first, job.pushed = job.pushed, complete
+        last = draws if request.job else self._closes(target, request.planned, end)
+        complete = min(request.pages_for(end) if last else end // self.page_size, target.end)
+        if complete <= target.pushed:
+            return None
+        first, target.pushed = target.pushed, complete
         source = tuple(request.pages[first:complete])
-        target = tuple(job.pages[first - job.first_page : complete - job.first_page])
+        pages = tuple(target.pages[first - target.first_page : complete - target.first_page])
         serial, self._serial = self._serial, self._serial + 1
-        self.pushes[serial] = request
+        self.pushes[serial] = (request, target)
+        target.pushes += 1
+        target.closing = last
         request.in_flight += 1
-        return Push(serial, job.attempt, job.decode, source, target, last)
+        return Push(serial, target.attempt, target.decode, source, pages, last)
+
+    def _closes(self, target: JobTarget, start: int, end: int) -> bool:
+        """A request that moves takes two steps: full pages go with the first, and what is then left with the second."""
+        return target.pushed >= min(start // self.page_size, target.end) or end // self.page_size >= target.end
 
     # ----------------------------------------------------------------------------------------------- commit
 
-    def commit(self, result: StepResult) -> tuple[list[Outcome], list[Request]]:
-        """The plan is done: unpins what it named. What living requests got, and the ended ones now without pages."""
+    def commit(self, result: StepResult) -> list[Outcome]:
+        """The plan is done: unpins what it named. What living requests got."""
         outcomes: list[Outcome] = []
-        drained: list[Request] = []
         for (request, slice_), sampled in zip(self.flights.pop(result.number), result.sampled, strict=True):
             request.draws_in_flight -= slice_.draws
+            self.unpin(request)
             if request.ended:
-                if self.unpin(request):
-                    drained.append(request)
                 continue
-            request.in_flight -= 1
             request.computed = slice_.start + slice_.count
             if request.wants_scores:
                 request.scores.extend(sampled.prompt_logprobs)
             self.publish(request)
             outcomes.append((request, slice_, sampled))
-        return outcomes, drained
+        return outcomes
 
     def publish(self, request: Request) -> None:
         """Full pages that are computed enter the prefix index."""
@@ -242,6 +245,8 @@ class Scheduler:
 
 
 def _ready(request: Request) -> bool:
+    if request.giving is not None and request.giving.closing:
+        return False
     known = len(request.tokens) + request.draws_in_flight
     return request.remaining > 0 and known < request.limit
 
