@@ -38,6 +38,7 @@ from cbdisagg.transfer.base import LinkFailed
 SLOT_BYTES = 2 << 20
 SLOTS = 32
 HEADER_BYTES = 2 << 20  # far more than it needs: what follows stays aligned to huge pages
+OFFSET = HEADER_BYTES + SLOTS * SLOT_BYTES
 NONCE_BYTES = 32
 TABLE = slice(64, 64 + 8 * SLOTS)
 POPULATE_WRITE = 23
@@ -128,7 +129,7 @@ def create_pool(me: Address, layers: int, pages: int, page_bytes: int) -> Mapped
         fd=fd,
         nonce=secrets.token_hex(NONCE_BYTES // 2),
         scratch=HEADER_BYTES,
-        offset=HEADER_BYTES + SLOTS * SLOT_BYTES,
+        offset=OFFSET,
         layers=layers,
         pages=pages,
         page_bytes=page_bytes,
@@ -146,6 +147,8 @@ def create_pool(me: Address, layers: int, pages: int, page_bytes: int) -> Mapped
 
 def open_pool(info: PoolInfo) -> MappedPool:
     """Map a peer's pool; PoolUnreachable, with the reason, unless it is the very file that `info` describes."""
+    if min(info.layers, info.pages, info.page_bytes) < 1 or (info.scratch, info.offset) != (HEADER_BYTES, OFFSET):
+        raise PoolUnreachable("what is said of the pool describes none")
     path = f"/proc/{info.pid}/fd/{info.fd}"
     try:
         found = os.stat(path)
