@@ -100,10 +100,6 @@ class Handoffs:
             return []
         return [Check(ready.attempt, reservation.pages, ready.checksums)]
 
-    def checked(self, attempt: AttemptId) -> Reservation | None:
-        """The reservation whose pages have been compared, if its request still wants it."""
-        return self._current(attempt)
-
     def abandon(self, request: Request) -> list[Effect]:
         """The request no longer wants it. Call before its pages are released."""
         attempt, request.attempt = request.attempt, None

@@ -69,6 +69,7 @@ from cbdisagg.messages import (
     Slice,
     StopPush,
     Submit,
+    Suspect,
     WorkerInfo,
     unpack,
 )
@@ -113,7 +114,7 @@ class WorkerCore:
             case Landed(attempt):
                 self._complete(self.handoffs.landed(attempt))
             case Checked(attempt, damaged):
-                self._land(self.handoffs.checked(attempt), damaged)
+                self._land(self.handoffs.reservations.get(attempt), damaged)
             case Leave():
                 self._leave()
             case Connected():
@@ -302,7 +303,7 @@ class WorkerCore:
         problem = wrong_kv(message, len(self.handoffs.reservations[message.attempt].pages))
         if problem:
             self._note_senseless(f"a KvReady from {sender.name}", problem)
-            self._push_stopped(message.attempt, "damaged")
+            self._tell(self.peers.coordinator, Suspect(sender.name, sender.incarnation, f"it sent {problem}"))
         else:
             self._complete(self.handoffs.kv_ready(message))
 
@@ -318,11 +319,13 @@ class WorkerCore:
 
     def _land(self, reservation: Reservation | None, damaged: tuple[int, ...]) -> None:
         """It runs: with the token that the prefill worker has drawn, or from where the worker that ran it stopped."""
-        if reservation is None or reservation.request is None or reservation.ready is None:
+        if reservation is None or reservation.ready is None:
             return
-        request, ready = reservation.request, reservation.ready
-        _, effects = self.handoffs.settle(ready.attempt)
+        ready = reservation.ready
+        request, effects = self.handoffs.settle(ready.attempt)
         self._effects += effects
+        if request is None:
+            return  # it has ended while its pages were checked
         request.queue_s, request.prefill_s = ready.queue_s, ready.prefill_s
         if ready.moved is not None:
             self._adopt(request, ready, ready.moved)
@@ -534,23 +537,29 @@ class WorkerCore:
     def _abandon_attempts(self, prefill: Address) -> None:
         """A suspect may still write: its requests go on in other pages, the old ones stay quarantined."""
         for attempt in self.handoffs.of(prefill.incarnation):
-            request = self.handoffs.reservations[attempt].request
-            if request is None:
+            reservation = self.handoffs.reservations[attempt]
+            request = reservation.request
+            if request is None or reservation.complete:
                 continue
             if request.moves:
                 self._end(request)
                 continue
-            self._effects += self.handoffs.abandon(request)
-            self.admission.computes_no_more(request)
-            request.move(Trigger.REQUEUE)
-            self.pages.release(request.pages)
-            request.reset()
-            self.scheduler.wait(request)
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Its writer is not to be trusted: other pages, while the old ones are quarantined."""
+        self._effects += self.handoffs.abandon(request)
+        self.admission.computes_no_more(request)
+        request.move(Trigger.REQUEUE)
+        self.pages.release(request.pages)
+        request.reset()
+        self.scheduler.wait(request)
 
     def _peer_down(self, address: Address) -> None:
         """Evidence that a worker is dead: it writes nothing any more, and wants nothing."""
         for attempt in self.handoffs.of(address.incarnation):
-            self._push_stopped(attempt, "prefill-worker-lost")
+            if not self.handoffs.reservations[attempt].complete:  # else all is here, and is being checked
+                self._push_stopped(attempt, "prefill-worker-lost")
         self._effects += self.supply.lost(address)
         self._effects.append(Disconnect(address))
 

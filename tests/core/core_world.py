@@ -576,11 +576,12 @@ class World:
                 yield worker.verify
             if worker.checks:
                 yield worker.check
-            if worker.retired:
-                yield worker.end
         for actor in list(self.actors.values()):
             if actor.wake_at is not None and actor.wake_at <= self.now:
                 yield actor.tick
+        for worker in self.workers:
+            if worker.retired:
+                yield worker.end
 
     def settle(self, most: int = 20_000, patience: int = 30) -> None:
         """Let everything happen that can, then let time pass, until every stream has ended and all is told.
