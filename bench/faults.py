@@ -46,17 +46,17 @@ role = "decode"
 count = 2
 threads = 1
 [model]
-max_len = 2000
+max_len = 1600
 [kv]
-pages = 128  # two long prompts and a few short ones: more have to wait, or are preempted
+pages = 104  # one long prompt and a few short ones: more have to wait, or are preempted
 [scheduler]
 token_budget = 128
 [debug]
 invariants = true
 """
 SUSPECT_S = 3.0
-TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-"""Of log probabilities, in nats."""
+TOLERANCE = {"bfloat16": 0.0, "float32": 1e-3}
+"""Of log probabilities, in nats. What is drawn has none."""
 SHOWN = 10
 FOLDER_OF_TEMPORARY_FILES = Path("/tmp")
 """A run folder's sockets need a short path, and $TMPDIR may be a long one."""
@@ -81,7 +81,7 @@ async def measure(plan: Plan, options: Sequence[str], folder: Path, progress: Pr
                 async with asyncio.TaskGroup() as group:
                     following = group.create_task(journals.follow())
                     striker = Striker(processes, journals, random.Random(plan.seed + 1), group)
-                    trial = Trial(plan, Rest(service.url, processes, striker), striker, journals, advance)
+                    trial = Trial(plan, Rest(service.url, processes, journals), striker, journals, advance)
                     await trial.run()
                     following.cancel()
             except* (ServiceFailed, aiohttp.ClientError) as failures:
@@ -122,8 +122,13 @@ def faults(
     ] = None,
     model: Annotated[str, typer.Option(help="Model folder, .gguf file, hub id, or smollm2.")] = "smollm2",
     dtype: Annotated[
-        str, typer.Option(help="float32: answers are compared to the last bit; or bfloat16, where sums are as steady.")
-    ] = "float32",
+        str,
+        typer.Option(
+            help="bfloat16: a sequence's sums are the same in any company, and answers are compared to the last bit. "
+            "float32: they may differ in their last bits, and a token that is drawn from all of the vocabulary now and "
+            "then with them, also without a fault."
+        ),
+    ] = "bfloat16",
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Requests of one round of the load.")] = 48,
     concurrency: Annotated[int, typer.Option(callback=at_least(1), help="How many clients at once.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the requests, the faults and their moments.")] = 0,
@@ -152,7 +157,7 @@ def faults(
         if keep is not None and not report.clean:
             shutil.copytree(folder, keep, dirs_exist_ok=True)
     if as_json:
-        print(json.dumps(asdict(report) | asdict(plan) | {"model": model, "dtype": dtype}, indent=1))
+        print(json.dumps(asdict(report) | {"plan": asdict(plan) | {"model": model, "dtype": dtype}}, indent=1))
     else:
         print(f"{dtype}, {concurrency} clients at once, policy.suspect_s = {suspect_s:g}, seed {seed}")
         print(f"log probabilities differ from the undisturbed ones by {report.drift:.1e} at most")

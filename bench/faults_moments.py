@@ -86,7 +86,6 @@ class Striker:
 
     def __init__(self, processes: Processes, journals: Journals, rng: random.Random, tasks: asyncio.TaskGroup) -> None:
         self.strikes: list[Strike] = []
-        self._ended: set[int] = set()  # incarnations that do not come back: all but the frozen ones
         self._processes, self._journals, self._rng, self._tasks = processes, journals, rng, tasks
 
     async def strike(self, fault: Fault) -> None:
@@ -109,14 +108,8 @@ class Striker:
             await asyncio.sleep(LOOK_S)
 
     def up(self) -> list[Process]:
-        """Who has a core, and has not been struck or stopped."""
-        return [
-            process
-            for name, process in sorted(self._processes.look().items())
-            if self._journals.living.get(name) == process.incarnation
-            and not process.stopped
-            and process.incarnation not in self._ended
-        ]
+        up: list[Process] = self._processes.up(self._journals.living)
+        return up
 
     def _victims(self, who: Who, seen: Seen | None) -> list[Process]:
         running = {name: process for name, process in self._processes.look().items() if process.role != "api"}
@@ -138,11 +131,8 @@ class Striker:
         alone = process.computes and (not others or fault.who == "workers")
         numbers = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
         at = time.monotonic()
-        if not process.send(numbers[kind]):
+        if not self._processes.strike(process, numbers[kind], comes_back=kind == "freeze"):
             return
-        self._processes.struck.add(process.incarnation)
-        if kind != "freeze":
-            self._ended.add(process.incarnation)
         event = seen.name if seen is not None else ""
         self.strikes.append(Strike(at, kind, process.name, process.incarnation, process.system.pid, event, alone))
         if kind == "freeze":

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,13 +53,14 @@ class Process:
 
 @dataclass
 class Processes:
-    """The children of one supervisor. `struck`: incarnations that we have told to end, one way or another.
+    """The children of one supervisor.
 
-    `crashed`: who ended although nobody had told it to: (name, process id). `seen`: every process there has been.
+    `struck`: incarnations that we have sent a signal, and whether they come back after it. `crashed`: who ended, and
+    nobody had told it to: (name, process id). `seen`: every process there has been, by its process id.
     """
 
     supervisor: psutil.Process
-    struck: set[int] = field(default_factory=set)
+    struck: dict[int, bool] = field(default_factory=dict)
     crashed: list[tuple[str, int]] = field(default_factory=list)
     seen: dict[int, Process] = field(default_factory=dict)
     _newest: dict[str, Process] = field(default_factory=dict)
@@ -81,6 +83,23 @@ class Processes:
                 self._arrived(process)
             running[process.name] = process
         return running
+
+    def up(self, living: Mapping[str, int]) -> list[Process]:
+        """Who serves: it has a core (`living`: by name, whose incarnation has one), and has not been struck down."""
+        return [
+            process
+            for name, process in sorted(self.look().items())
+            if living.get(name) == process.incarnation
+            and self.struck.get(process.incarnation, True)
+            and not process.stopped
+        ]
+
+    def strike(self, process: Process, number: signal.Signals, comes_back: bool = False) -> bool:
+        """Send the signal and remember that it was we. False if the process has ended."""
+        sent = process.send(number)
+        if sent:
+            self.struck[process.incarnation] = comes_back
+        return sent
 
     def _arrived(self, process: Process) -> None:
         before = self._newest.get(process.name)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+from cbdisagg_bench.faults_journal import Journals
 from cbdisagg_bench.faults_load import WORDS, Room
-from cbdisagg_bench.faults_moments import Striker
 from cbdisagg_bench.faults_processes import Processes, open_files, shared_memory
 
 RECOVERY_S = 90.0
@@ -51,7 +51,7 @@ class Rest:
 
     url: str
     processes: Processes
-    striker: Striker
+    journals: Journals
     leaked: list[str] = field(default_factory=list)
     _memory: set[str] = field(default_factory=shared_memory)
     _files: dict[str, int] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Rest:
         self._count_files(what)
 
     async def _unsettled(self) -> str:
-        running, up = self.processes.look(), self.striker.up()
+        running, up = self.processes.look(), self.processes.up(self.journals.living)
         missing = sorted(set(self.processes.names) - {it.name for it in up} - {"api"})
         if missing or "api" not in running:
             return f"{', '.join(missing) or 'api'} is not up"

@@ -35,17 +35,17 @@ class Service:
 
 @asynccontextmanager
 async def running(
-    name: str, options: Sequence[str], errors: Path, temporary: Path | None = None
+    name: str, options: Sequence[str], errors: Path, temporary: Path | None = None, port: int = 0
 ) -> AsyncIterator[Service]:
-    """`cbdisagg serve` with these options, on a free port unless they name one; its stderr goes to the file `errors`.
+    """`cbdisagg serve` with these options; its stderr goes to the file `errors`.
 
-    `temporary`: where it makes its temporary files, if not where everybody does.
+    `temporary`: where it makes its temporary files, if not where everybody does. `port` 0: any that is free.
 
     Raises ServiceFailed with the last line on its stderr if it does not get ready within START_S.
     """
     with errors.open("wb") as stderr:  # a file and not a pipe: nobody reads while the service runs
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "cbdisagg", "serve", "--port", "0", *options),
+            *(sys.executable, "-m", "cbdisagg", "serve", "--port", str(port), *options),
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             env=environment(TMPDIR=str(temporary)) if temporary is not None else None,

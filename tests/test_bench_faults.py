@@ -426,7 +426,7 @@ def test_processes_are_known_by_their_start_file_and_crashes_by_their_successor(
     assert {name for name, it in running.items() if it.computes} == {"prefill-0", "decode-0", "decode-1"}
     for name, struck in (("decode-0", True), ("decode-1", False)):
         if struck:
-            processes.struck.add(running[name].incarnation)
+            processes.struck[running[name].incarnation] = False
         started[name].kill()
         started[name].wait()
         assert name not in processes.look()
@@ -457,7 +457,7 @@ async def test_a_fault_strikes_who_it_is_for_and_is_remembered(start: Begin) -> 
         last = ({"decode-0", "decode-1"} - {second.name}).pop()
         await striker.strike(fault("kill", "workers", soon=True))
         assert (striker.strikes[2].name, striker.strikes[2].alone) == (last, True)
-        assert processes.struck == {it.incarnation for it in striker.strikes}
+        assert processes.struck == {it.incarnation: False for it in striker.strikes}
         assert [it.name for it in striker.up()] == ["coordinator"]
     assert started["api"].poll() is None
 
