@@ -157,6 +157,10 @@ class Supervisor:
         if not self._ended.done():
             self.stop()
 
+    @property
+    def address(self) -> Address:
+        return self._mailbox.address
+
     def fail(self, message: str) -> None:
         if not self._ended.done():
             self._ended.set_exception(ServiceFailed(message))
@@ -372,10 +376,10 @@ class Supervisor:
 
 
 def wanted_pairs(members: Members) -> list[tuple[Address, Address]]:
-    """(prefill, decode) of all workers that may hand over to each other."""
+    """(prefill, decode) of all workers that may hand over to each other: a prompt, or a request that moves."""
     return [
         (p.address, d.address)
         for p in members.workers
         for d in members.workers
-        if p.address != d.address and p.role != "decode" and d.role != "prefill" and p.fingerprint == d.fingerprint
+        if p.address != d.address and d.role != "prefill" and p.fingerprint == d.fingerprint
     ]
