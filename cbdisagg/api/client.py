@@ -167,7 +167,7 @@ class Client:
 
     def receive(self, sender: Address, message: ToApi) -> None:
         if sender == self._leader:
-            self._silence.heard()
+            self._silence.heard(self._now())
         match message:
             case Tokens(runs):
                 for run in runs:
@@ -181,7 +181,7 @@ class Client:
             case Lead(coordinator):
                 if self._leader is None or coordinator.incarnation > self._leader.incarnation:
                     self._leader, self._supervisor = coordinator, sender
-                    self._silence.heard()
+                    self._silence.heard(self._now())
                     self._follow()
                     self._submit_parked()
             case Stats():

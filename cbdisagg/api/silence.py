@@ -14,8 +14,8 @@ class Silence:
         self.seconds = 0.0
         self._step_s, self._looked_at = step_s, now
 
-    def heard(self) -> None:
-        self.seconds = 0.0
+    def heard(self, now: float) -> None:
+        self.seconds, self._looked_at = 0.0, now
 
     def look(self, now: float) -> None:
         self.seconds += min(now - self._looked_at, 2 * self._step_s)
