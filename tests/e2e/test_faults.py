@@ -413,11 +413,13 @@ def growing(scrape: Scrape) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------- the command
 
 
-async def test_bench_faults_finds_nothing_wrong(tiny_model: Path) -> None:
+async def test_bench_faults_finds_nothing_wrong(tiny_model: Path, tmp_path: Path) -> None:
     """The whole command. In bfloat16 sums are the same in any company, so that drawn tokens are too."""
+    config = tmp_path / "1p1d.toml"
+    config.write_text(SETTINGS.replace("count = 2", "count = 1"))
     words = ["--kills", "2", "--requests", "6", "--concurrency", "3", "--model", str(tiny_model), "--json"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "cbdisagg", "bench", "faults", *words),
+        *(sys.executable, "-m", "cbdisagg", "bench", "faults", "--config", str(config), *words),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
