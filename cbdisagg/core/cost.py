@@ -17,10 +17,10 @@ from msgspec import Struct
 
 
 class Work(NamedTuple):
-    """One slice of a step: `count` tokens after `start` computed ones. A decode is a slice of one drawn token."""
+    """One slice of a step: `tokens` tokens after `start` computed ones. A decode is a slice of one drawn token."""
 
     start: int
-    count: int
+    tokens: int
     decodes: bool
 
 
