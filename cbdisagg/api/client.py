@@ -49,6 +49,8 @@ from cbdisagg.messages import (
 
 __all__ = ["Client", "RequestRejected", "Stream", "StreamFailed", "Update"]
 
+GONE_KEPT = 1024
+"""Dead processes remembered; more than a coordinator names. What older ones have sent came long ago."""
 MAX_DEATHS = 3
 """A stream fails when it loses more workers than these without a token in between: it may be what kills them."""
 TICK_S = 0.5
@@ -89,8 +91,8 @@ class Client:
         self._suspected = 0  # the term whose coordinator has been reported
         self._followed = 0  # the term in which the coordinator is known to know us
         self._stats_term = 0
-        self._listed: set[int] = set()  # worker incarnations that this term's Members have named
-        self._gone: set[int] = set()
+        self._listed: set[int] = set()  # worker incarnations that this term's last Members have named
+        self._gone: dict[int, None] = {}  # in the order in which they were missed
 
     # ------------------------------------------------------------------------------------------------ for readers
 
@@ -236,13 +238,13 @@ class Client:
         present = {info.address.incarnation for info in members.workers}
         newest = {info.address.name: info.address.incarnation for info in members.workers}
         gone = {incarnation for _, incarnation in members.dead} | (self._listed - present)
-        fresh = gone - self._gone
-        self._gone = (self._gone | gone) - present
-        self._listed |= present
+        fresh = gone - self._gone.keys()
+        self._gone = {n: None for n in [*self._gone, *sorted(fresh)][-GONE_KEPT:] if n not in present}
+        self._listed = present
         for stream in list(self._streams.values()):
             worker = stream.worker
             if worker is not None and worker.incarnation < newest.get(worker.name, 0):
-                self._gone.add(worker.incarnation)
+                self._gone[worker.incarnation] = None
             if worker is not None and worker.incarnation in self._gone:
                 self._lost_worker(stream)
             elif fresh and (not stream.heard or stream.in_transit):
