@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -11,6 +12,15 @@ from cbdisagg_kernels.linear import has_packed_form
 
 TOKENS = MOST_KEYS + 500
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 3, 1, 64, 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These products are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(
