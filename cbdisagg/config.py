@@ -47,23 +47,32 @@ class Workers(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Kv(Struct, frozen=True, forbid_unknown_fields=True):
-    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB."""
+    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB.
+
+    `allocator`: pages as tokens come (paged), or how others reserve them, to compare with (core/baselines.py): for
+    `model.max_len` tokens, for a power of two of output tokens, or for max_tokens as if all of them will come (oracle).
+    """
 
     page_size: int = 16
     pages: int = 0
     memory_mb: int = 0
     prefix_cache: bool = True
+    allocator: Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"] = "paged"
 
 
 class Scheduler(Struct, frozen=True, forbid_unknown_fields=True):
     """`max_batch`: sequences that run at once. `token_budget`: tokens of one step, decode and prefill together.
 
-    `mixed` false keeps prefill and decode in separate steps.
+    `mixed` false keeps prefill and decode in separate steps. `batching`, to compare with: static takes what waits, and
+    nobody joins until all have ended; static-global also runs every batch for `static_length` iterations (0: as many
+    as `model.max_len` leaves).
     """
 
     max_batch: int = 64
     token_budget: int = 512
     mixed: bool = True
+    batching: Literal["continuous", "static", "static-global"] = "continuous"
+    static_length: int = 0
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True):

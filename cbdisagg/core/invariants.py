@@ -94,7 +94,8 @@ def _one_live_job_per_request(core: WorkerCore) -> None:
 
 def _flying(core: WorkerCore) -> list:  # type: ignore[type-arg]
     planned = [request for flight in core.scheduler.flights.values() for request, _ in flight]
-    return planned + [request for request, _ in core.scheduler.pushes.values()]
+    padding = core.scheduler.batch.padding if core.scheduler.batch is not None else []
+    return planned + [request for request, _ in core.scheduler.pushes.values()] + padding
 
 
 def check_coordinator(core: CoordinatorCore) -> None:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from cbdisagg.config import Config
 from cbdisagg.core.admission import Admission
+from cbdisagg.core.baselines import Baseline
 from cbdisagg.core.blocks import Pages
 from cbdisagg.core.effects import Connect, Disconnect, Effect, Note, Retire, RunStep, Tell, Verify
 from cbdisagg.core.events import (
@@ -85,7 +86,8 @@ class WorkerCore:
         self.plans_ahead = plans_ahead
         self.pages = Pages(info.pool.pages)
         limits = Limits(info.max_batch, config.scheduler.token_budget, config.scheduler.mixed)
-        self.scheduler = Scheduler(self.pages, info.page_size, limits, config.kv.prefix_cache)
+        way = Baseline(config.scheduler.batching, config.kv.allocator, info.max_len, config.scheduler.static_length)
+        self.scheduler = Scheduler(self.pages, info.page_size, limits, config.kv.prefix_cache, way)
         self.handoffs = Handoffs(self.pages, self.address.incarnation)
         self.admission = Admission(self.scheduler, self.handoffs, info.max_batch)
         self.peers = Peers(info)
@@ -415,7 +417,7 @@ class WorkerCore:
         if prefill is not None:
             self._reserve(request, hit, prefill)
         else:
-            request.pages = hit
+            request.pages = hit + self.scheduler.reserve_ahead(request, len(hit))
             request.published = len(hit)
             request.computed = request.planned = len(hit) * self.info.page_size
             request.move(Trigger.ADMIT)
