@@ -9,14 +9,9 @@ the hand-over.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import re
-import signal
-import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -28,12 +23,12 @@ import aiohttp
 import typer
 from cbdisagg_bench.load import Ask, Client, workload
 from cbdisagg_bench.options import at_least, chosen
+from cbdisagg_bench.service import ServiceFailed, running
 from rich.console import Console
 from rich.progress import Progress
 
 from cbdisagg.cli import fail
 
-START_S = 180.0
 MODEL = "bench"
 
 PAIR = """
@@ -56,57 +51,15 @@ cpus = "{first}"
 """
 
 
-class ServiceFailed(Exception):
-    """A service did not start, or did not answer; one line for whoever measures."""
-
-
 @asynccontextmanager
 async def service(name: str, settings: str, dtype: str) -> AsyncIterator[str]:
     """A running service; its base address, as it prints it. Raises ServiceFailed with the last line on its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / f"{name}.toml"
         config.write_text(settings)
-        errors = Path(folder) / "stderr"  # a file and not a pipe: nobody reads while the service runs
-        with errors.open("wb") as stderr:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cbdisagg", "serve", "--config", str(config), "--port", str(_free_port())),
-                *("--set", f"model.dtype={dtype}", "--set", f"model.served_name={MODEL}"),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stderr,
-            )
-        try:
-            address = await _address(process)
-            if not address:
-                raise ServiceFailed(f"the service {name} did not get ready: {_last_line(errors)}")
-            yield address
-        finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-            await process.wait()
-
-
-async def _address(process: asyncio.subprocess.Process) -> str:
-    """Where the service listens; empty if it ended or took too long, and then it has said why."""
-    assert process.stdout is not None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(START_S):
-            async for line in process.stdout:
-                found = re.search(rb"http://\S+/v1", line)
-                if found:
-                    return found.group().decode().removesuffix("/v1")
-            await process.wait()
-    return ""
-
-
-def _last_line(file: Path) -> str:
-    lines = [line.strip() for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing on stderr"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        options = ("--config", str(config), "--set", f"model.dtype={dtype}", "--set", f"model.served_name={MODEL}")
+        async with running(name, options, Path(folder) / "stderr") as started:
+            yield started.url
 
 
 def _places(threads: int) -> dict[str, object]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 import typer
 
 if TYPE_CHECKING:
+    from cbdisagg.config import Config
     from cbdisagg.messages import Address
 
 EXAMPLE = "\b\nExample:\n  "
@@ -96,8 +97,11 @@ def serve(
     from cbdisagg.actors.launch import ServiceFailed
     from cbdisagg.actors.serve import serve as run
 
+    def read() -> Config:
+        return load_config(config, set_ or [], options)
+
     try:
-        run(load_config(config, set_ or [], options), _address(client))
+        run(read(), _address(client), read)
     except ServiceFailed as failure:
         fail(str(failure))
 
@@ -237,6 +241,12 @@ def transfer(context: typer.Context) -> None:
 def handover(context: typer.Context) -> None:
     """Time what the hand-over adds to the first token."""
     _bench(context, "handover", "handover")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def faults(context: typer.Context) -> None:
+    """Kill processes of a service under load and compare its answers."""
+    _bench(context, "faults", "faults")
 
 
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)

@@ -47,35 +47,45 @@ class Workers(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Kv(Struct, frozen=True, forbid_unknown_fields=True):
-    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB."""
+    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB.
+
+    `allocator`: pages as tokens come (paged), or how others reserve them, to compare with (core/baselines.py): for
+    `model.max_len` tokens, for a power of two of output tokens, or for max_tokens as if all of them will come (oracle).
+    """
 
     page_size: int = 16
     pages: int = 0
     memory_mb: int = 0
     prefix_cache: bool = True
+    allocator: Literal["paged", "reserve-max", "reserve-pow2", "reserve-oracle"] = "paged"
 
 
 class Scheduler(Struct, frozen=True, forbid_unknown_fields=True):
     """`max_batch`: sequences that run at once. `token_budget`: tokens of one step, decode and prefill together.
 
-    `mixed` false keeps prefill and decode in separate steps.
+    `mixed` false keeps prefill and decode in separate steps. `batching`, to compare with: static takes what waits, and
+    nobody joins until all have ended; static-global also runs every batch for `static_length` iterations (0: as many
+    as `model.max_len` leaves).
     """
 
     max_batch: int = 64
     token_budget: int = 512
     mixed: bool = True
+    batching: Literal["continuous", "static", "static-global"] = "continuous"
+    static_length: int = 0
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     """`mode`: decide each request's route by predicted latency, or never, or always hand over.
 
     `queue_limit`: requests that may wait for a worker before new ones get 429. `suspect_s`: a worker with work and no
-    progress for this long is replaced.
+    progress for this long is replaced; `silent_s`: one, or a coordinator, that says nothing at all for this long.
     """
 
     mode: Literal["auto", "aggregate", "disaggregate"] = "auto"
     queue_limit: int = 256
     suspect_s: float = 20.0
+    silent_s: float = 6.0
 
 
 class Transfer(Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +108,11 @@ class Http(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """What one request may ask for; more is a 400 that names the field (413 for the body)."""
+    """What one request may ask for; more is a 400 that names the field (413 for the body). And how long things last.
+
+    `resume_s`: a stream that has lost its worker ends with an error if none takes it on within this time. `drain_s`:
+    when the service or a worker is asked to end, running requests have this long to finish or to move.
+    """
 
     max_output_tokens: int = 0  # 0: whatever the context leaves
     body_mb: float = 16.0
@@ -112,6 +126,8 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True):
     stop_token_ids: int = 256
     logit_bias: int = 1024
     stalled_reader_s: float = 300.0
+    resume_s: float = 60.0
+    drain_s: float = 30.0
 
 
 class Cluster(Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,14 +26,14 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
+from cbdisagg.actors.inbox import Inbox
 from cbdisagg.actors.launch import ServiceFailed
-from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.mailbox import Place
 from cbdisagg.actors.runfolder import RunFolder
 from cbdisagg.api.client import Client
 from cbdisagg.config import Config
 from cbdisagg.load import print_config
-from cbdisagg.messages import Address, Lead, Members, Suspect, ToApi
-from cbdisagg.prepare import served_name
+from cbdisagg.messages import Address
 
 log = logging.getLogger(__name__)
 
@@ -175,25 +175,19 @@ class Service:
     async def _shut(self) -> None:
         if self._actor is not None:
             self._actor.end("the service has been closed")
-            self._actor.mailbox.close()
+            self._actor.close()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)  # the streams have ended, so their readers do
 
 
 class _Actor:
-    """The api actor: mailbox and client. `ready` is done when requests can be served, or fails with the service."""
+    """The api actor. `ready` is done when requests can be served, or fails with the service."""
 
     def __init__(self, config: Config, folder: RunFolder) -> None:
-        decoder: msgspec.msgpack.Decoder[ToApi] = msgspec.msgpack.Decoder(ToApi)
-        incarnation = time.time_ns()
-        self.mailbox = Mailbox("python", incarnation, Place.of(config.cluster, folder.path), decoder)
-        self.client = Client(
-            incarnation, self.mailbox.tell, model=served_name(config.model), page_size=config.kv.page_size
-        )
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = ""
-        self._coordinator: Address | None = None
-        self.mailbox.start(self._receive, self._lost_messages)
+        place = Place.of(config.cluster, folder.path)
+        self._inbox = Inbox("python", time.time_ns(), place, config, self._look_whether_ready)
 
     @classmethod
     async def open(cls, config: Config, folder: RunFolder) -> _Actor:
@@ -201,7 +195,14 @@ class _Actor:
 
     @property
     def address(self) -> Address:
-        return self.mailbox.address
+        return self._inbox.mailbox.address
+
+    @property
+    def client(self) -> Client:
+        return self._inbox.client
+
+    def close(self) -> None:
+        self._inbox.close()
 
     def end(self, reason: str) -> None:
         """Nothing will be answered any more."""
@@ -211,22 +212,9 @@ class _Actor:
             self.ready.set_exception(ServiceFailed(reason))
             self.ready.exception()  # whoever waits for it is told; if nobody does, that is no mistake
 
-    def _receive(self, sender: Address, message: ToApi) -> None:
-        if isinstance(message, Members):
-            for _, incarnation in message.dead:
-                self.mailbox.forget(incarnation)
-        elif isinstance(message, Lead):
-            if self._coordinator is not None and self._coordinator != message.coordinator:
-                self.mailbox.forget(self._coordinator.incarnation)
-            self._coordinator = message.coordinator
-        self.client.receive(sender, message)
+    def _look_whether_ready(self) -> None:
         if self.client.ready and not self.ready.done():
             self.ready.set_result(None)
-
-    def _lost_messages(self, sender: Address) -> None:
-        if self._coordinator is not None:
-            suspect = Suspect(sender.name, sender.incarnation, "messages of it were lost")
-            self.mailbox.tell(self._coordinator, suspect)
 
 
 async def _until(future: asyncio.Future[None]) -> None:

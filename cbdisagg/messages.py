@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -124,11 +124,15 @@ class Route(Struct, frozen=True, array_like=True):
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """coordinator -> decode worker. `term` is the coordinator's incarnation; an older one's routes are dropped."""
+    """coordinator -> decode worker. `term` is the coordinator's incarnation; an older one's routes are dropped.
+
+    `moves`: `route.prefill` runs this submission now and writes its stream, until it hands the request over.
+    """
 
     request: Generate
     route: Route
     term: int
+    moves: bool = False
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -143,11 +147,17 @@ class Cancel(Struct, frozen=True, tag=True):
 
 
 class Accepted(Struct, frozen=True, tag=True):
-    """decode worker -> api: this worker writes the stream of this submission."""
+    """decode worker -> api: `worker` writes the stream of this submission, from output token `index` on.
+
+    A request that moves is named twice: by the worker that gives it away, after its last token, and by the one that has
+    taken it, before its first. `hops` counts the moves of this submission.
+    """
 
     id: RequestId
     submission: int
     worker: Address
+    hops: int = 0
+    index: int = 0
 
 
 class Rejected(Struct, frozen=True, tag=True):
@@ -201,8 +211,21 @@ class Tokens(Struct, frozen=True, tag=True):
     runs: tuple[TokenRun, ...]
 
 
+class Leaving(Struct, frozen=True, tag=True):
+    """worker -> coordinator: route nothing more to me; I end when nothing is left here."""
+
+
+class Return(Struct, frozen=True, tag=True):
+    """worker -> coordinator: this request of mine should go on elsewhere. It stays mine until another takes it.
+
+    `request.output` is what it has given so far: the worker goes on with it, if it can.
+    """
+
+    request: Generate
+
+
 class Finished(Struct, frozen=True, tag=True):
-    """decode worker -> coordinator: this submission no longer occupies the worker."""
+    """decode worker -> coordinator: this submission no longer occupies the worker; it has ended or been handed over."""
 
     id: RequestId
     submission: int
@@ -285,25 +308,47 @@ class StepResult(Struct, frozen=True, tag=True):
 
 
 class Prefill(Struct, frozen=True, tag=True):
-    """decode worker -> prefill worker: compute prompt + output and push pages [first_page, ...) to `pages`."""
+    """decode worker -> prefill worker: compute prompt + output and push pages [first_page, ...) to `pages`.
+
+    `moves`: the receiver runs this very submission; it is to push the KV that it has, and to stop writing the stream.
+    No `pages` then means that there is no way to push: the request alone is wanted.
+    """
 
     attempt: AttemptId
     request: Generate
     first_page: int
     pages: bytes
+    moves: bool = False
+
+
+class Moved(Struct, frozen=True, array_like=True):
+    """What goes with a request that another worker has run. `computed` tokens have their KV in the pages named.
+
+    `decode_s` counts from its first token, -1 if it has none yet; `hops` counts this move too.
+    """
+
+    computed: int
+    hops: int
+    cached_tokens: int
+    preemptions: int
+    decode_s: float
 
 
 class KvReady(Struct, frozen=True, tag=True):
     """prefill worker -> decode worker: the last push has been handed to the transport.
 
     With a sender-placed transport (shm) every byte is in place before this message; with a receiver-placed one (zmq)
-    the decode worker also waits until all have landed. `cached_tokens` is what the prefill worker did not compute.
+    the decode worker also waits until all have landed. `checksums`, under debug.invariants: the CRC-32 of each page
+    pushed, 4 bytes each, in order of position. With `moved`, `sampled.ids` are the tokens drawn since the request
+    was returned; its stream has them already, and from here on the receiver writes it.
     """
 
     attempt: AttemptId
     sampled: Sampled
     queue_s: float
     prefill_s: float
+    checksums: bytes = b""
+    moved: Moved | None = None
 
 
 class StopPush(Struct, frozen=True, tag=True):
@@ -313,10 +358,14 @@ class StopPush(Struct, frozen=True, tag=True):
 
 
 class PushStopped(Struct, frozen=True, tag=True):
-    """prefill worker -> decode worker: no copy of this attempt is in flight and none will start."""
+    """prefill worker -> decode worker: no copy of this attempt is in flight and none will start.
+
+    `stopped` answers a StopPush; `declined`: compute the prompt yourself; `ended`: the request that was to move has
+    ended, or stays where it is.
+    """
 
     attempt: AttemptId
-    reason: Literal["stopped", "declined"]
+    reason: Literal["stopped", "declined", "ended"]
 
 
 # ------------------------------------------------------------------------------------------------ membership
@@ -500,8 +549,20 @@ class Listening(Struct, frozen=True, tag=True):
     url: str
 
 
+class Drain(Struct, frozen=True, tag=True):
+    """api -> supervisor: let the workers named here hand over their requests, one after the other, and start them anew.
+
+    No names: take no new requests, finish those that run, and end the service. `reload`: read the config file again.
+    """
+
+    workers: tuple[str, ...] = ()
+    reload: bool = False
+
+
 class Stats(Struct, frozen=True, tag=True):
-    """coordinator -> api, a few times a second while something changes: what /metrics and /ready show."""
+    """coordinator -> api: what /metrics and /ready show. A few times a second while something changes, and at least
+    once in STATS_HEARTBEAT_S: an api that hears nothing for longer knows that the coordinator is not well.
+    """
 
     loads: tuple[tuple[Address, Role, Load], ...]
     decisions: tuple[tuple[str, str, int], ...]  # (local | remote, reason, count)
@@ -510,10 +571,14 @@ class Stats(Struct, frozen=True, tag=True):
     reason: str  # why not ready
 
 
-ToCoordinator: TypeAlias = Generate | Cancel | Hello | Load | Paired | Finished | Suspect | Up | PeerDown | Reported
+STATS_HEARTBEAT_S = 2.0
+
+ToCoordinator: TypeAlias = (
+    Generate | Cancel | Hello | Load | Paired | Finished | Leaving | Return | Suspect | Up | PeerDown | Reported
+)
 ToWorker: TypeAlias = Submit | Cancel | Prefill | KvReady | StopPush | PushStopped | Probe | Members | Lead
 ToApi: TypeAlias = Accepted | Rejected | Tokens | Members | Stats | Lead
-ToSupervisor: TypeAlias = Up | Suspect | Members | Progress | Failed | Listening
+ToSupervisor: TypeAlias = Up | Suspect | Members | Progress | Failed | Listening | Drain
 Message: TypeAlias = ToCoordinator | ToWorker | ToApi | ToSupervisor
 
 _encoder = msgspec.msgpack.Encoder()

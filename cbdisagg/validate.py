@@ -25,8 +25,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "kv.memory_mb": (0, 1 << 24),
     "scheduler.max_batch": (1, 4096),
     "scheduler.token_budget": (1, 1 << 20),
+    "scheduler.static_length": (0, 1 << 24),
     "policy.queue_limit": (1, 1 << 20),
     "policy.suspect_s": (1, 3600),
+    "policy.silent_s": (1.5, 3600),
     "transfer.floor_gbps": (0, 10_000),
     "http.port": (0, 65535),
     "limits.max_output_tokens": (0, 1 << 24),
@@ -41,6 +43,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "limits.stop_token_ids": (0, 1 << 20),
     "limits.logit_bias": (0, 1 << 20),
     "limits.stalled_reader_s": (1, 86_400),
+    "limits.resume_s": (1, 86_400),
+    "limits.drain_s": (0, 86_400),
 }
 """The least and the greatest value of each number outside [[workers]], in the unit that the key's name ends in."""
 
@@ -88,6 +92,7 @@ def problems(config: Config, cpus: Collection[int]) -> Iterator[Problem]:
     yield from _pinning(config, cpus)
     yield from _roles(config)
     yield from _steps(config)
+    yield from _baselines(config)
     yield from _sockets(config)
 
 
@@ -227,6 +232,21 @@ def _steps(config: Config) -> Iterator[Problem]:
     if budget < batch:
         text = f"must be at least [scheduler] max_batch = {batch}: each running sequence takes one token of a step"
         yield Problem("scheduler.token_budget", budget, text)
+
+
+def _baselines(config: Config) -> Iterator[Problem]:
+    """What is there to compare with knows neither hand-overs nor, when it is static, pages that come late."""
+    batching, allocator = config.scheduler.batching, config.kv.allocator
+    if batching != "continuous" and allocator != "reserve-max":
+        text = f'[scheduler] batching = "{batching}" reserves what a sequence can need: must be "reserve-max"'
+        yield Problem("kv.allocator", allocator, text)
+    if config.scheduler.static_length and batching != "static-global":
+        text = 'has an effect with [scheduler] batching = "static-global" only'
+        yield Problem("scheduler.static_length", config.scheduler.static_length, text)
+    alone = sum(group.count for group in config.workers) == 1 or config.policy.mode == "aggregate"
+    if allocator != "paged" and not (alone and {group.role for group in config.workers} == {"any"}):
+        text = 'needs one worker, or [policy] mode = "aggregate", and no role but "any": it cannot hand requests over'
+        yield Problem("kv.allocator", allocator, text)
 
 
 def _sockets(config: Config) -> Iterator[Problem]:

@@ -29,6 +29,9 @@ BLOCK_ROWS = 128
 KEY_UNIT = 16
 """Keys are attended in multiples of this, the rest masked: then a row's bfloat16 sums do not depend on how many keys
 are masked behind its own, nor on the chunk or group that it is in."""
+MOST_KEYS = 1024
+"""Keys whose values one bfloat16 product sums. With more, oneDNN cuts the sum where the numbers of rows and of keys
+tell it to, and a row would change with the chunk that it is in: longer ones are cut here, always at the same keys."""
 SCORE_BYTES = 8 << 20
 """Upper bound for one block's scores, which shortens blocks when the past is long."""
 
@@ -113,7 +116,7 @@ class TorchAttention:
         folded = query[rows].view(apart).transpose(0, 1).reshape(self.kv_heads * group.count, -1, self.head_dim)
         scores = torch.bmm(folded, keys.transpose(1, 2))
         scores.view(self.kv_heads, group.count, -1, group.keys).add_(group.mask)
-        attended = torch.bmm(scores.softmax(-1), values).view(self.kv_heads, group.count, -1, self.head_dim)
+        attended = self._weigh(scores.softmax(-1), values).view(self.kv_heads, group.count, -1, self.head_dim)
         out[rows].view(apart).copy_(attended.transpose(0, 1))
 
     def chunk(self, query: Tensor, layer: Tensor, chunk: Chunk, out: Tensor) -> None:
@@ -131,8 +134,18 @@ class TorchAttention:
             masked = scores.view(heads, count, whole)
             masked[..., until - count : until].add_(self.causal[:count, :count])
             masked[..., until:] = -torch.inf
-            attended = torch.bmm(scores.softmax(-1), values[:, :whole])
+            attended = self._weigh(scores.softmax(-1), values[:, :whole])
             out[rows].copy_(attended.view(heads, count, self.head_dim).transpose(0, 1))
+
+    def _weigh(self, weights: Tensor, values: Tensor) -> Tensor:
+        """[batch, rows, keys] x [batch, keys, head_dim] -> [batch, rows, head_dim]."""
+        if self.dtype != torch.bfloat16 or values.shape[1] <= MOST_KEYS:
+            return torch.bmm(weights, values)
+        first, *rest = zip(weights.split(MOST_KEYS, 2), values.split(MOST_KEYS, 1), strict=True)
+        total = torch.bmm(*first)
+        for part in rest:
+            total = torch.baddbmm(total, *part)
+        return total
 
     def _fold(self, query: Tensor) -> Tensor:
         """[rows, heads, head_dim] -> [kv_heads, heads per group * rows, head_dim]."""

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from cbdisagg_bench import handover, load, step, transfer
 from cbdisagg_bench.load import Answer, Ask, summarise, workload
+from cbdisagg_bench.service import ServiceFailed
 from rich.console import Console
 
 from cbdisagg import cli
@@ -166,7 +167,7 @@ def test_refusal_is_one_line_with_option_value_and_what_is_right(
 
 
 async def test_a_service_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(handover.ServiceFailed, match=r"the service pair did not get ready: cbdisagg: .*nonsense"):
+    with pytest.raises(ServiceFailed, match=r"the service pair did not get ready: cbdisagg: .*nonsense"):
         async with handover.service("pair", "nonsense = 1\n", "float32"):
             pass
 

@@ -44,7 +44,7 @@ REFUSED = {
     "[[workers]]\ncuont = 1": "x.toml: [workers.0] cuont = 1: unknown key; did you mean count?",
     "[kv]\nqueue_limit = 1": "x.toml: [kv] queue_limit = 1: unknown key; did you mean [policy] queue_limit?",
     "[kv]\nzzz = 1": "x.toml: [kv] zzz = 1: unknown key; the nearest is page_size; "
-    "keys here: page_size, pages, memory_mb, prefix_cache",
+    "keys here: page_size, pages, memory_mb, prefix_cache, allocator",
     "[polcy]\nmode = 'auto'": 'x.toml: polcy = {"mode": "auto"}: unknown section; did you mean [policy]?',
     "[worker]\ncount = 1": 'x.toml: worker = {"count": 1}: unknown section; did you mean [[workers]]?',
     "port = 80": "x.toml: port = 80: unknown key; did you mean [http] port?",
@@ -104,6 +104,12 @@ REFUSED = {
     "one to prefill and one to decode; there is 1",
     "[scheduler]\nmax_batch = 65\ntoken_budget = 64": "x.toml: [scheduler] token_budget = 64: must be at least "
     "[scheduler] max_batch = 65: each running sequence takes one token of a step",
+    "[scheduler]\nbatching = 'static'": 'x.toml: [kv] allocator = "paged": [scheduler] batching = "static" reserves '
+    'what a sequence can need: must be "reserve-max"',
+    "[scheduler]\nstatic_length = 5": "x.toml: [scheduler] static_length = 5: has an effect with [scheduler] "
+    'batching = "static-global" only',
+    "[kv]\nallocator = 'reserve-max'": 'x.toml: [kv] allocator = "reserve-max": needs one worker, or [policy] mode = '
+    '"aggregate", and no role but "any": it cannot hand requests over',
     "[cluster]\nadvertise = 'a'": 'x.toml: [cluster] advertise = "a": has no effect without [cluster] bind, '
     "which switches to tcp",
     "[cluster]\nbind = '10.0.0.1'": 'x.toml: [cluster] bind = "10.0.0.1": tcp needs [cluster] curve_keys, '

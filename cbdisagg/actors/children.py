@@ -53,7 +53,10 @@ class BackOff:
 
 @dataclass(slots=True)
 class Child:
-    """`up` is the address of the living incarnation, once it has said so; `ends` counts how often it has ended."""
+    """`up` is the address of the living incarnation, once it has said so; `asked`: its end is wanted.
+
+    `ends` counts how often it has ended without that.
+    """
 
     kind: Kind
     name: str
@@ -61,6 +64,7 @@ class Child:
     incarnation: int = 0
     process: Process | None = None
     up: Address | None = None
+    asked: bool = False
     ends: int = 0
     backoff: BackOff = field(default_factory=BackOff)
 
@@ -74,7 +78,7 @@ class Child:
 
     async def spawn(self, start: Start, command: Command, lifeline: int) -> None:
         """Start an incarnation. `lifeline` is the read end of a pipe that only this process holds open."""
-        self.incarnation, self.up = start.incarnation, None
+        self.incarnation, self.up, self.asked = start.incarnation, None, False
         environment = dict(os.environ)
         if start.kind == "worker":
             environment["OMP_NUM_THREADS"] = str(start.threads)
@@ -86,6 +90,11 @@ class Child:
             env=environment,
             start_new_session=True,  # a terminal sends Ctrl-C to its whole group: we alone stop the children, in order
         )
+
+    def ask(self) -> None:
+        """Ask it to leave: a worker gives its requests away first, an api finishes those that run."""
+        self.asked = True
+        self.send(signal.SIGTERM)
 
     def send(self, number: signal.Signals) -> None:
         if self.running and self.process is not None:

@@ -37,11 +37,16 @@ async def run_coordinator(life: Life, start: Start, config: Config) -> None:
             mailbox.forget(message.incarnation)
         shell.handle(FromCoordinatorInbox(sender, message))
 
-    def lost_messages(sender: Address) -> None:
-        suspect = Suspect(sender.name, sender.incarnation, "messages of it were lost")
-        shell.handle(FromCoordinatorInbox(mailbox.address, suspect))
+    def lost(peer: Address, reason: str) -> None:
+        """Messages between us may be lost. A worker is replaced; but an api's streams are its clients': then we go."""
+        if peer.incarnation in core.apis:
+            blamed = Suspect(start.name, start.incarnation, f"{reason}: {peer.name}")
+            mailbox.tell(start.supervisor, blamed)
+        else:
+            suspect = Suspect(peer.name, peer.incarnation, reason)
+            shell.handle(FromCoordinatorInbox(mailbox.address, suspect))
 
-    mailbox.start(receive, lost_messages)
+    mailbox.start(receive, lost)
     mailbox.tell(start.supervisor, Up(mailbox.address, "coordinator", os.getpid()))
     try:
         await life.ended

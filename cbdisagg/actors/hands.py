@@ -1,41 +1,63 @@
-"""What a worker's shell does with an engine and a transport: two threads, one that computes, one that opens ways.
+"""What a worker's shell does with an engine and a transport: three threads: to compute, to open ways, to check pages.
 
 The computing thread does nothing but steps, in the order planned, each followed by the end of its pushes. So when the
 core learns of a step, the data that it pushed have been given to the transport (all of them are in place with shm).
+Checks have a thread of their own: to open a way may take seconds, and a request waits for its check.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
 from cbdisagg.actors.lane import Lane
 from cbdisagg.actors.shell import Deed
-from cbdisagg.core.effects import Connect, Disconnect, Expect, Forget, RunStep, Verify
-from cbdisagg.core.events import Connected, StepDone, Verified, WorkerEvent
+from cbdisagg.core.effects import Check, Connect, Disconnect, Expect, Forget, RunStep, Verify
+from cbdisagg.core.events import Checked, Connected, StepDone, Verified, WorkerEvent
 from cbdisagg.engine.base import Runner
-from cbdisagg.messages import Address, Probe, StepPlan, WorkerInfo
-from cbdisagg.transfer.base import Transfer
+from cbdisagg.messages import Address, AttemptId, Probe, StepPlan, WorkerInfo
+from cbdisagg.transfer.base import Pool, Transfer
+from cbdisagg.transfer.checksums import damaged_pages, page_checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """`steps` is the one in which the runner was built: a model stays in one thread."""
+
+    steps: Lane
+    ways: Lane
+    checks: Lane
 
 
 class EngineHands:
-    """`steps` is the lane in which `runner` was built: a model stays in one thread. Events go to `put`."""
+    """Events go to `put`. `checksums`: tell those of the pages that are pushed (debug.invariants)."""
 
     def __init__(
-        self, runner: Runner, transfer: Transfer, steps: Lane, ways: Lane, put: Callable[[WorkerEvent], None]
+        self,
+        runner: Runner,
+        transfer: Transfer,
+        pool: Pool,
+        lanes: Lanes,
+        put: Callable[[WorkerEvent], None],
+        *,
+        checksums: bool,
     ) -> None:
-        self._runner, self._transfer = runner, transfer
-        self._steps, self._ways, self._put = steps, ways, put
+        self._runner, self._transfer, self._pool = runner, transfer, pool
+        self._lanes, self._put = lanes, put
+        self._checksums = checksums
 
     def perform(self, deed: Deed) -> None:
         match deed:
             case RunStep(plan):
-                self._steps.do(partial(self._step, plan))
+                self._lanes.steps.do(partial(self._step, plan))
             case Connect(peer):
-                self._ways.do(partial(self._connect, peer))
+                self._lanes.ways.do(partial(self._connect, peer))
             case Verify(peer, probe):
-                self._ways.do(partial(self._verify, peer, probe))
+                self._lanes.ways.do(partial(self._verify, peer, probe))
+            case Check(attempt, pages, checksums):
+                self._lanes.checks.do(partial(self._check, attempt, pages, checksums))
             case Disconnect(peer):
                 self._transfer.disconnect(peer)
             case Expect(attempt, source, pages):
@@ -47,10 +69,16 @@ class EngineHands:
 
     def _step(self, plan: StepPlan) -> None:
         result = self._runner.run(plan, self._transfer.push)
-        for piece in plan.slices:
-            if piece.push is not None:
-                self._transfer.end(piece.push)
-        self._put(StepDone(result))
+        pushes = [piece.push for piece in plan.slices if piece.push is not None]
+        checksums: tuple[tuple[int, bytes], ...] = ()
+        if self._checksums:  # now, for once a push has ended its pages may be somebody else's
+            checksums = tuple((push.serial, page_checksums(self._pool.pages, push.source)) for push in pushes)
+        for push in pushes:
+            self._transfer.end(push)
+        self._put(StepDone(result, checksums))
+
+    def _check(self, attempt: AttemptId, pages: tuple[int, ...], checksums: bytes) -> None:
+        self._put(Checked(attempt, damaged_pages(self._pool.pages, pages, checksums)))
 
     def _connect(self, peer: WorkerInfo) -> None:
         way = self._transfer.connect(peer)

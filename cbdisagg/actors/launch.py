@@ -4,7 +4,8 @@ Knows processes and membership; nothing of requests. It outlives everyone it sta
 is evidence (rule 5): PeerDown is told once the process has been reaped. To a new coordinator it tells all again: Lead
 to everyone, then every living and dead incarnation, then Reported (rule 8).
 
-Life cycle: start -> ready (told once) -> a signal, or a child that can never start -> stop in order -> gone.
+Life cycle: start -> ready (told once) -> asked to end: the api takes nothing new and finishes what runs -> stop in
+order -> gone. A child that can never start, or a second request to end, goes straight to the last two.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, assert_never
 
 import msgspec
 
 from cbdisagg.actors.children import Child, Command, Incarnations, cause, own_command
+from cbdisagg.actors.life import AT_ONCE
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.actors.placement import Spot
-from cbdisagg.actors.start import Start
-from cbdisagg.config import Config
+from cbdisagg.actors.reload import check_reload
+from cbdisagg.actors.rolling import Rolling
+from cbdisagg.actors.start import Start, write_config
+from cbdisagg.config import Config, ConfigError
 from cbdisagg.messages import (
     Address,
+    Drain,
     Failed,
     Lead,
     Listening,
@@ -43,7 +48,7 @@ from cbdisagg.messages import (
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
-"""How long a child may take to end after SIGTERM before it is killed."""
+"""How long a child that is to end at once may take before it is killed."""
 STARTS_TRIED = 3
 """A child that ends this often before the service was ready once will not get better."""
 
@@ -59,9 +64,16 @@ class View(Protocol):
 
     def ready(self, supervisor: Supervisor) -> None: ...
 
+    def stopping(self, running: str) -> None:
+        """The service has been asked to end. `running`: what it finishes before, "" if nothing."""
+        ...
+
 
 class Supervisor:
-    """`client`: the api actor of a calling process, instead of an api child. `command` starts a child."""
+    """`client`: the api actor of a calling process, instead of an api child. `command` starts a child.
+
+    `reload` reads the settings again, from where `config` is from; it raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -72,6 +84,7 @@ class Supervisor:
         view: View,
         client: Address | None = None,
         command: Command = own_command,
+        reload: Callable[[], Config] | None = None,
     ) -> None:
         self.config, self.folder, self.model, self.client = config, folder, model, client
         self.url = ""
@@ -82,7 +95,9 @@ class Supervisor:
         if client is None:
             self.children.append(Child("api", "api"))
         self._by_name = {child.name: child for child in self.children}
-        self._view, self._command = view, command
+        self._view, self._command, self._reload = view, command, reload
+        self._leaving = False
+        self._rolling = Rolling(lambda: self._is_whole() and not self._leaving)
         self._incarnations = Incarnations()
         self._dead: list[PeerDown] = []
         self._loop = asyncio.get_running_loop()
@@ -95,10 +110,11 @@ class Supervisor:
 
     async def run(self) -> None:
         """Until `stop`. Raises ServiceFailed when a child cannot start; every child has ended on return."""
-        self._mailbox.start(self._receive, self._lost_messages)
+        self._mailbox.start(self._receive, self._lost)
         try:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self.children]
+                keepers.append(group.create_task(self._rolling.run()))
                 try:
                     await asyncio.wait((self._ended,))
                 finally:
@@ -111,6 +127,24 @@ class Supervisor:
             os.close(self._lifeline)
             self._mailbox.close()
 
+    def drain(self) -> None:
+        """Take no new requests, finish those that run, then `stop`; the second time: end now.
+
+        Without an api child of ours there is nobody who could finish anything, so then it is `stop` at once.
+        """
+        api = self._by_name.get("api")
+        if self._leaving or self._ended.done():
+            self.stop()
+            self.stop()
+            return
+        self._leaving = True
+        if api is None or not api.running:
+            self.stop()
+            return
+        api.ask()
+        limit_s = self.config.limits.drain_s + 2 * PATIENCE_S  # it ends by itself after drain_s, if it is well
+        self._loop.call_later(limit_s, self._stop_once)
+
     def stop(self) -> None:
         """End in order; the second time: now."""
         if self._ended.done():
@@ -118,6 +152,14 @@ class Supervisor:
                 child.send(signal.SIGKILL)
         else:
             self._ended.set_result(None)
+
+    def _stop_once(self) -> None:
+        if not self._ended.done():
+            self.stop()
+
+    @property
+    def address(self) -> Address:
+        return self._mailbox.address
 
     def fail(self, message: str) -> None:
         if not self._ended.done():
@@ -139,7 +181,10 @@ class Supervisor:
             assert child.process is not None
             status = await child.process.wait()
             self._down(child, cause(status))
-            await asyncio.sleep(child.backoff.after(self._loop.time() - began))
+            if self._leaving and child.kind == "api":
+                return self._stop_once()
+            if not child.asked:
+                await asyncio.sleep(child.backoff.after(self._loop.time() - began))
 
     def _start_of(self, child: Child) -> Start:
         start = Start(
@@ -158,9 +203,12 @@ class Supervisor:
 
     def _down(self, child: Child, why: str) -> None:
         """The process has been reaped: that is evidence, and everyone who is told may rely on it."""
-        log.warning("%s (pid %d) ended: %s; it is started again", child.name, child.pid, why)
+        if child.asked:
+            log.info("%s (pid %d) has left: %s", child.name, child.pid, why)
+        else:
+            log.warning("%s (pid %d) ended: %s; it is started again", child.name, child.pid, why)
+            child.ends += 1
         child.up = None
-        child.ends += 1
         self._tidy(child)
         self._mailbox.forget(child.incarnation)
         down = PeerDown(child.name, child.incarnation, why, child.kind)
@@ -171,10 +219,12 @@ class Supervisor:
 
     async def _end_all(self) -> None:
         """First who talks to clients, then who computes, then who knows both."""
+        if self._leaving:
+            self._view.stopping("")
         for kind in ("api", "worker", "coordinator"):
             group = [child for child in self.children if child.kind == kind]
             for child in group:
-                child.send(signal.SIGTERM)
+                child.send(AT_ONCE)
             await self._gone(group, PATIENCE_S)
             for child in group:
                 child.send(signal.SIGKILL)
@@ -206,7 +256,12 @@ class Supervisor:
                 self.members = message
                 self._look_whether_ready()
             case Progress(stage, fraction):
-                self._view.stage(sender.name, stage, fraction)
+                if self._leaving and sender.name == "api":
+                    self._view.stopping(stage)
+                else:
+                    self._view.stage(sender.name, stage, fraction)
+            case Drain():
+                self._drain(message)
             case Failed(text):
                 self._cannot_start(sender, text)
             case Listening(url):
@@ -220,6 +275,7 @@ class Supervisor:
         if child is None or child.incarnation != address.incarnation:
             return  # of an incarnation that has been reaped meanwhile
         child.up = address
+        self._rolling.look()
         self._view.stage(child.name, "started", 0.0)
         if leads:
             self._lead(address)
@@ -252,13 +308,20 @@ class Supervisor:
 
     def _suspect(self, name: str, incarnation: int, reason: str) -> None:
         child = self._by_name.get(name)
-        if child is not None and child.incarnation == incarnation:
+        if child is not None and child.incarnation == incarnation and child.running and not self._ended.done():
             log.warning("%s (pid %d) is killed: %s", name, child.pid, reason)
             child.send(signal.SIGKILL)
 
-    def _lost_messages(self, sender: Address) -> None:
-        """Without what it said we may believe the wrong things of it; a new incarnation says all again."""
-        self._suspect(sender.name, sender.incarnation, "messages of it were lost")
+    def _lost(self, peer: Address, reason: str) -> None:
+        """We, or it, may believe the wrong things now; a new incarnation says, and is told, all again.
+
+        An api's streams are its clients': it lives, and is told again the one thing that it has to know.
+        """
+        child = self._by_name.get(peer.name)
+        if child is not None and child.kind != "api":
+            self._suspect(peer.name, peer.incarnation, reason)
+        elif (coordinator := self._coordinator()) is not None:
+            self._mailbox.tell(peer, Lead(coordinator))
 
     def _cannot_start(self, sender: Address, text: str) -> None:
         """Before the service was ready: its end. Later others go on, and the child is tried again."""
@@ -267,27 +330,56 @@ class Supervisor:
         else:
             self._suspect(sender.name, sender.incarnation, text)
 
+    def _drain(self, asked: Drain) -> None:
+        """An operator's word, through the api, which has looked at the names."""
+        children = [child for child in self.children if child.name in asked.workers]
+        if not asked.workers:
+            if not self._leaving:
+                self.drain()
+        elif not asked.reload:
+            self._rolling.add(children, self.config.limits.drain_s)
+        elif self._take_config():
+            self._rolling.add([*children, self._by_name["coordinator"]], self.config.limits.drain_s)
+
+    def _take_config(self) -> bool:
+        """Read the settings again, for every process that starts from now on; False if they cannot be used."""
+        try:
+            if self._reload is None:
+                raise ConfigError("this service was not started from a file")
+            config = self._reload()
+            check_reload(self.config, config)
+        except ConfigError as refusal:
+            log.error("the settings stay as they are, and nobody is drained: %s", refusal)
+            return False
+        write_config(config, self.folder)
+        self.config = config
+        log.info("the settings have been read again")
+        return True
+
     # ---------------------------------------------------------------------------------------------------- ready
 
     def _look_whether_ready(self) -> None:
-        if self.is_ready or self.members is None or not (self.url or self.client):
-            return
-        members = self.members
-        names = {info.address.name for info in members.workers}
-        apis = {address.name for address in members.apis}
-        if not apis or not all(child.name in names for child in self.children if child.kind == "worker"):
-            return
-        measured = {(pair.prefill.name, pair.decode.name) for pair in members.pairs}
-        if set(wanted_pairs(members)) <= measured:
+        self._rolling.look()
+        if not self.is_ready and (self.url or self.client) and self._is_whole():
             self.is_ready = True
             self._view.ready(self)
 
+    def _is_whole(self) -> bool:
+        """Everyone is up and a member, and each way between workers has been tested."""
+        members = self.members
+        if members is None or not members.apis or any(child.up is None for child in self.children):
+            return False
+        here = {info.address for info in members.workers}
+        measured = {(pair.prefill, pair.decode) for pair in members.pairs}
+        workers = (child for child in self.children if child.kind == "worker")
+        return all(child.up in here for child in workers) and set(wanted_pairs(members)) <= measured
 
-def wanted_pairs(members: Members) -> list[tuple[str, str]]:
-    """(prefill, decode) of all workers that may hand over to each other."""
+
+def wanted_pairs(members: Members) -> list[tuple[Address, Address]]:
+    """(prefill, decode) of all workers that may hand over to each other: a prompt, or a request that moves."""
     return [
-        (p.address.name, d.address.name)
+        (p.address, d.address)
         for p in members.workers
         for d in members.workers
-        if p.address != d.address and p.role != "decode" and d.role != "prefill" and p.fingerprint == d.fingerprint
+        if p.address != d.address and d.role != "prefill" and p.fingerprint == d.fingerprint
     ]

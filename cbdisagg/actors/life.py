@@ -1,7 +1,8 @@
 """The life of a child process: it starts with a `Start`, ends when told, when its supervisor is gone, or by a bug.
 
 Knows signals, pipes and exit statuses; knows nothing of what the process does. A child ends
-    by SIGTERM                      -> status 0
+    by SIGTERM                      -> status 0: in its own time, if it has set `leave`; the second time, at once
+    by SIGUSR2                      -> status 0, at once: the supervisor has nothing left that could be waited for
     at the end of the pipe on stdin -> status 0: the supervisor is gone, whichever way it went
     by the kernel (PDEATHSIG)       -> when the supervisor dies while this process does not look
     by an exception anywhere        -> status 1, traceback in the log: bugs are crashes, the supervisor restarts
@@ -30,20 +31,34 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 ORPHANED = signal.SIGUSR1
 """What the kernel sends to a coordinator whose supervisor has died."""
+AT_ONCE = signal.SIGUSR2
+"""SIGTERM without the leave-taking."""
 LOG_FORMAT = "%(asctime)s {name:<13} %(levelname)-7s %(message)s"
 
 
 class Life:
-    """The end of a process, as something to wait for: `await life.ended` returns when told to stop, raises a bug."""
+    """The end of a process, as something to wait for: `await life.ended` returns when told to stop, raises a bug.
+
+    `leave`: what to do when the process is asked to end; it sees to it that `stop` follows. None: stop at once.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self.leave: Callable[[], None] | None = None
         self.ended: asyncio.Future[None] = self.loop.create_future()
         self.orphaned = False
 
     def stop(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+    def ask(self) -> None:
+        """SIGTERM."""
+        leave, self.leave = self.leave, None
+        if leave is None:
+            self.stop()
+        else:
+            leave()
 
     def orphan(self) -> None:
         """The supervisor is gone."""
@@ -116,7 +131,8 @@ async def _live(start: Start, main: Callable[[Life], Awaitable[None]]) -> bool:
     """Whether it ended because the supervisor was gone."""
     life = Life()
     life.loop.set_exception_handler(life.on_loop_error)
-    life.loop.add_signal_handler(signal.SIGTERM, life.stop)
+    life.loop.add_signal_handler(signal.SIGTERM, life.ask)
+    life.loop.add_signal_handler(AT_ONCE, life.stop)
     if start.supervisor_pid:
         life.loop.add_signal_handler(ORPHANED, life.orphan)
         watch_pipe(life.loop, sys.stdin.fileno(), life.orphan)
@@ -124,7 +140,7 @@ async def _live(start: Start, main: Callable[[Life], Awaitable[None]]) -> bool:
         await main(life)
     finally:
         # The loop takes its handlers away when it closes; a signal from now on must not cut the tidying up short.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, ORPHANED])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, AT_ONCE, ORPHANED])
     return life.orphaned
 
 

@@ -33,7 +33,7 @@ class LocalMailbox(Generic[M]):
         self.address = Address(name, incarnation, f"local://{name}")
         self._network, self._decoder = network, decoder
 
-    def start(self, receive: Callable[[Address, M], None], on_gap: Callable[[Address], None]) -> None:
+    def start(self, receive: Callable[[Address, M], None], on_loss: Callable[[Address, str], None]) -> None:
         self._network.inboxes[self.address.incarnation] = lambda sender, body: receive(
             sender, self._decoder.decode(body)
         )

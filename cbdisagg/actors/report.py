@@ -62,6 +62,11 @@ def ready_text(facts: Facts) -> str:
     return "\n".join([*lines, "Stop with Ctrl-C."])
 
 
+def stopping_line(running: str) -> str:
+    """What is said when the service has been asked to end; `running`: what is finished before."""
+    return f"Stopping: {running}; again to stop at once" if running else "Stopping ..."
+
+
 def context_line(kv: Kv, wanted: int, max_len: int, model_context: int) -> str:
     """How long a request may be (`max_len` tokens) and, if the model could see more, what keeps it from that.
 

@@ -14,8 +14,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import uvloop
 
@@ -24,7 +25,7 @@ from cbdisagg.actors.launch import ServiceFailed, Supervisor
 from cbdisagg.actors.life import set_up_logging, watch_pipe
 from cbdisagg.actors.placement import Spot, place_workers
 from cbdisagg.actors.ports import listen
-from cbdisagg.actors.report import Facts, Running, context_line, ready_text
+from cbdisagg.actors.report import Facts, Running, context_line, ready_text, stopping_line
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.start import write_config
 from cbdisagg.actors.status import Status
@@ -32,10 +33,13 @@ from cbdisagg.config import Config, Http
 from cbdisagg.messages import Address
 from cbdisagg.prepare import prepare_model, served_name
 
+Reload: TypeAlias = Callable[[], Config]
 
-def serve(config: Config, client: Address | None = None) -> None:
+
+def serve(config: Config, client: Address | None = None, reload: Reload | None = None) -> None:
     """Blocks until the service has ended by a signal (or, with `client`, by the end of the pipe on stdin).
 
+    `reload` gives the settings anew when an operator asks for it; it raises ConfigError if they cannot be used.
     Raises ConfigError or ServiceFailed, one line each, when it cannot run; nothing is left behind either way.
     """
     began = time.monotonic()
@@ -53,7 +57,7 @@ def serve(config: Config, client: Address | None = None) -> None:
         try:
             write_config(config, folder.path)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_supervise(config, folder.path, model, status, client, began))
+                runner.run(_supervise(config, folder.path, model, status, client, reload, began))
         finally:
             folder.remove()
     finally:
@@ -61,19 +65,20 @@ def serve(config: Config, client: Address | None = None) -> None:
 
 
 async def _supervise(
-    config: Config, folder: Path, model: Path, status: Status, client: Address | None, began: float
+    config: Config,
+    folder: Path,
+    model: Path,
+    status: Status,
+    client: Address | None,
+    reload: Reload | None,
+    began: float,
 ) -> None:
     spots = place_workers(config.workers, os.sched_getaffinity(0))
     view = OperatorView(config, model, spots, status, began)
-    supervisor = Supervisor(config, folder, model, spots, view, client)
+    supervisor = Supervisor(config, folder, model, spots, view, client, reload=reload)
     loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        view.stopping()
-        supervisor.stop()
-
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, supervisor.drain)
     loop.set_exception_handler(lambda _, context: supervisor.crash(context))
     if client is not None and not watch_pipe(loop, sys.stdin.fileno(), supervisor.stop):
         raise ServiceFailed("--client needs a pipe on stdin: its end tells when the client has ended")
@@ -97,14 +102,14 @@ class OperatorView:
             with contextlib.suppress(BrokenPipeError):  # who read our output has gone; the service stays
                 print(ready_text(self._facts(supervisor)), flush=True)
 
-    def stopping(self) -> None:
-        """A signal has come: one line, however often. What the children still report is not shown."""
+    def stopping(self, running: str) -> None:
+        """The end has begun: one line, however often it is told. What the children still report is not shown."""
         if self._stopping:
             return
         self._stopping = True
         self._status.close()
         with contextlib.suppress(OSError):  # who reads our stderr may be gone, the terminal that hung up for one
-            print("Stopping ...", file=sys.stderr, flush=True)
+            print(stopping_line(running), file=sys.stderr, flush=True)
 
     def _facts(self, supervisor: Supervisor) -> Facts:
         assert supervisor.members is not None

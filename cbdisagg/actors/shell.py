@@ -16,14 +16,27 @@ from typing import Generic, Protocol, TypeAlias, TypeVar, assert_never, cast
 from cbdisagg.actors.journal import Event, Journal
 from cbdisagg.actors.lane import Tray
 from cbdisagg.actors.mailbox import Post
-from cbdisagg.core.effects import Connect, Disconnect, Effect, Expect, Forget, Note, RunStep, Tell, Verify, Wake
+from cbdisagg.core.effects import (
+    Check,
+    Connect,
+    Disconnect,
+    Effect,
+    Expect,
+    Forget,
+    Note,
+    Retire,
+    RunStep,
+    Tell,
+    Verify,
+    Wake,
+)
 from cbdisagg.core.events import Tick
 
 log = logging.getLogger("cbdisagg.core")
 
 E = TypeVar("E")
 E_contra = TypeVar("E_contra", contravariant=True)
-Deed: TypeAlias = RunStep | Connect | Disconnect | Verify | Expect | Forget
+Deed: TypeAlias = RunStep | Connect | Disconnect | Verify | Expect | Forget | Check
 """The effects that need an engine or a transport."""
 
 
@@ -38,7 +51,10 @@ class Hands(Protocol):
 
 
 class Shell(Generic[E]):
-    """Around one core. `check` is called after every event (debug.invariants); without `hands` a deed is a bug."""
+    """Around one core. `check` is called after every event (debug.invariants); without `hands` a deed is a bug.
+
+    `on_retire` is called when the core has nothing left to do; what it has told by then is still to be sent.
+    """
 
     def __init__(
         self,
@@ -46,12 +62,13 @@ class Shell(Generic[E]):
         post: Post,
         hands: Hands | None = None,
         *,
+        on_retire: Callable[[], None] | None = None,
         check: Callable[[], None] | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core, self._post, self._hands = core, post, hands
-        self._check, self._journal = check, journal
+        self._on_retire, self._check, self._journal = on_retire, check, journal
         self._clock = clock  # not loop.time(): uvloop's has steps of a millisecond and stands still within a turn
         self._loop = asyncio.get_running_loop()
         self._tray: Tray[E] = Tray(self._loop, self.handle)
@@ -90,7 +107,11 @@ class Shell(Generic[E]):
                 self._wake(at)
             case Note(level, text):
                 log.log(logging.getLevelNamesMapping()[level.upper()], "%s", text)
-            case RunStep() | Connect() | Disconnect() | Verify() | Expect() | Forget():
+            case Retire():
+                if self._on_retire is None:
+                    raise TypeError(f"{effect!r} from a core that nobody asked to leave")
+                self._on_retire()
+            case RunStep() | Connect() | Disconnect() | Verify() | Expect() | Forget() | Check():
                 if self._hands is None:
                     raise TypeError(f"{effect!r} from a core without an engine")
                 self._hands.perform(effect)

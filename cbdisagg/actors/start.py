@@ -44,14 +44,21 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_config(config: Config, folder: Path) -> None:
-    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+    """Whoever reads it meanwhile finds the old one or the new one."""
+    new = folder / f"{CONFIG_FILE}.new"
+    new.write_bytes(msgspec.json.encode(config))
+    new.replace(folder / CONFIG_FILE)
+
+
+def read_config(folder: Path) -> Config:
+    return msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=Config)
 
 
 def read_start(path: Path, kind: Kind) -> tuple[Start, Config]:
     """Raises ConfigError when a file cannot be read or is for another kind of process."""
     try:
         start = msgspec.json.decode(path.read_bytes(), type=Start)
-        config = msgspec.json.decode((Path(start.folder) / CONFIG_FILE).read_bytes(), type=Config)
+        config = read_config(Path(start.folder))
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read the start file {path}: {error}") from error
     if start.kind != kind:

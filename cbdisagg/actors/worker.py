@@ -1,7 +1,8 @@
 """A worker's process: the mailbox first, then the model, then the core that answers.
 
 Life cycle: bound, told the supervisor -> loading (its own thread; what arrives is kept) -> core and shell -> what was
-kept is handled, among it the Lead to whom the core says Hello -> serving until the life ends.
+kept is handled, among it the Lead to whom the core says Hello -> serving until the life ends. Asked to leave, the core
+gives its requests away first, and retires when none is left; while loading there is nothing to give away.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from typing import TypeAlias
 
 import msgspec
 
-from cbdisagg.actors.hands import EngineHands
+from cbdisagg.actors.hands import EngineHands, Lanes
 from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.lane import Lane
 from cbdisagg.actors.life import Life
-from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.mailbox import LAST_WORDS_S, Mailbox, Place
 from cbdisagg.actors.shell import Shell
 from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start
 from cbdisagg.config import Config, ConfigError
-from cbdisagg.core.events import FromWorkerInbox, Landed, PushDone, WorkerEvent
+from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, WorkerEvent
 from cbdisagg.core.invariants import check_worker
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.engine.base import Runner
@@ -46,6 +47,9 @@ from cbdisagg.messages import (
 )
 from cbdisagg.transfer.pool import MappedPool, create_pool
 from cbdisagg.transfer.select import make_transfer
+
+READ_S = 0.25
+"""Between a worker's last words and its end: who hears of its death should have read them by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +110,19 @@ class Worker:
         decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
         self._mailbox = Mailbox(start.name, start.incarnation, self._place, decoder)
         self._coordinator: Address | None = None
+        self._apis: set[int] = set()
         self._kept: list[FromWorkerInbox] = []
         self._shell: Shell[WorkerEvent] | None = None
-        self._steps = Lane("steps", life.crash_from_thread)
-        self._ways = Lane("ways", life.crash_from_thread)
-        self._mailbox.start(self._receive, self._lost_messages)
+        self._retired = False
+        self._lanes = Lanes(*(Lane(name, life.crash_from_thread) for name in ("steps", "ways", "checks")))
+        self._mailbox.start(self._receive, self._suspect)
         self._tell_supervisor(Up(self._mailbox.address, "worker", os.getpid()))
-        self._steps.do(self._load)
+        self._lanes.steps.do(self._load)
 
     def close(self) -> None:
         if self._shell is not None:
             self._shell.close()
-        self._mailbox.close()
+        self._mailbox.close(LAST_WORDS_S if self._retired else 0.0)
 
     # -------------------------------------------------------------------------------------------------- loading
 
@@ -165,7 +170,10 @@ class Worker:
         self._shell = Shell(
             core,
             self._mailbox,
-            EngineHands(loaded.runner, transfer, self._steps, self._ways, self._put),
+            EngineHands(
+                loaded.runner, transfer, loaded.pool, self._lanes, self._put, checksums=config.debug.invariants
+            ),
+            on_retire=self._retire,
             check=(lambda: check_worker(core)) if config.debug.invariants else None,
             journal=Journal(journal_folder(config.debug), info, config) if config.debug.journal else None,
         )
@@ -173,11 +181,23 @@ class Worker:
         for event in self._kept:
             self._shell.handle(event)
         self._kept.clear()
+        self._life.leave = self._leave
+
+    def _leave(self) -> None:
+        """What has not gone elsewhere, or to its end, in time will go on where it is asked for again."""
+        assert self._shell is not None
+        self._shell.handle(Leave())
+        self._life.loop.call_later(self._config.limits.drain_s, self._life.stop)
+
+    def _retire(self) -> None:
+        self._retired = True
+        self._life.loop.call_later(READ_S, self._life.stop)
 
     # ------------------------------------------------------------------------------------------------- messages
 
     def _receive(self, sender: Address, message: ToWorker) -> None:
         if isinstance(message, Members):
+            self._apis = {address.incarnation for address in message.apis}
             for _, incarnation in message.dead:
                 self._mailbox.forget(incarnation)
         elif isinstance(message, Lead):
@@ -190,12 +210,15 @@ class Worker:
         else:
             self._shell.handle(event)
 
-    def _lost_messages(self, sender: Address) -> None:
-        self._suspect(sender, "messages of it were lost")
-
     def _suspect(self, peer: Address, reason: str) -> None:
-        if self._coordinator is not None:
-            self._mailbox.tell(self._coordinator, Suspect(peer.name, peer.incarnation, reason))
+        """Messages or data between us may be lost (rule 6). An api's streams are its clients': then it is we who go."""
+        if peer.incarnation in self._apis:
+            peer, reason = self._mailbox.address, f"{reason}: {peer.name}"
+        blamed = Suspect(peer.name, peer.incarnation, reason)
+        if peer == self._coordinator:
+            self._tell_supervisor(blamed)
+        elif self._coordinator is not None and peer != self._start.supervisor:  # whose end would be ours too
+            self._mailbox.tell(self._coordinator, blamed)
 
     def _tell_supervisor(self, message: Message) -> None:
         self._mailbox.tell(self._start.supervisor, message)

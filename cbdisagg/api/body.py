@@ -38,16 +38,20 @@ async def read_body(request: web.Request, kind: type[T], *, max_bytes: int, max_
         raise ApiError(
             415, f"Content-Type: {shown(sent)} is not supported; send application/json", code="unsupported_media_type"
         )
+    return decode_body(await read_bytes(request, max_bytes), kind, max_depth=max_depth)
+
+
+async def read_bytes(request: web.Request, max_bytes: int) -> bytes:
+    """The request's body, "" if it has none. Raises ApiError 400 or 413."""
     too_large = ApiError(413, f"the request body is larger than {max_bytes} bytes", code="request_too_large")
     if request.content_length is not None and request.content_length > max_bytes:
         raise too_large
     try:
-        data = await request.read()
+        return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
     except (web.RequestPayloadError, ClientError) as error:
         raise invalid(None, f"the request body cannot be read: {shown(str(error))}") from None
-    return decode_body(data, kind, max_depth=max_depth)
 
 
 def decode_body(data: bytes, kind: type[T], *, max_depth: int) -> T:

@@ -18,6 +18,7 @@ from cbdisagg.api.schemas_requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    DrainRequest,
     TokenizeRequest,
 )
 from cbdisagg.api.schemas_responses import (
@@ -26,6 +27,7 @@ from cbdisagg.api.schemas_responses import (
     Completion,
     CompletionChunk,
     Detokenized,
+    Draining,
     ModelEntry,
     ModelList,
     Status,
@@ -36,7 +38,10 @@ from cbdisagg.api.schemas_responses import (
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """`answer` is a struct, or None for another media type; `events` the struct of each event if it can stream."""
+    """`answer` is a struct, or None for another media type; `events` the struct of each event if it can stream.
+
+    `status` is that of a success; without `needs_body` a request may come without one.
+    """
 
     method: Literal["GET", "POST"]
     path: str
@@ -47,6 +52,8 @@ class Endpoint:
     open: bool = False
     errors: tuple[int, ...] = ()
     media: str = "application/json"
+    status: int = 200
+    needs_body: bool = True
 
 
 _GENERATE = (400, 404, 413, 415, 429, 503)
@@ -66,10 +73,20 @@ DETOKENIZE = Endpoint(
 HEALTH = Endpoint("GET", "/health", "The process lives", Status, open=True)
 READY = Endpoint("GET", "/ready", "Requests can be served", Status, open=True, errors=(503,))
 METRICS = Endpoint("GET", "/metrics", "Prometheus metrics, text format 0.0.4", None, media="text/plain")
+DRAIN = Endpoint(
+    "POST",
+    "/drain",
+    "Let workers, or the whole service, hand over or finish their requests and leave",
+    Draining,
+    DrainRequest,
+    errors=(400, 403, 404, 413),
+    status=202,
+    needs_body=False,
+)
 VERSION = Endpoint("GET", "/version", "The server's version", Version)
 OPENAPI = Endpoint("GET", "/openapi.json", "This document", None)
 
-ENDPOINTS = (COMPLETIONS, CHAT, MODELS, MODEL, TOKENIZE, DETOKENIZE, HEALTH, READY, METRICS, VERSION, OPENAPI)
+ENDPOINTS = (COMPLETIONS, CHAT, MODELS, MODEL, TOKENIZE, DETOKENIZE, HEALTH, READY, METRICS, DRAIN, VERSION, OPENAPI)
 
 
 @cache
@@ -100,7 +117,7 @@ def _operation(end: Endpoint, refs: dict[type[msgspec.Struct], dict[str, Any]]) 
     content: dict[str, Any] = {end.media: {"schema": refs[end.answer] if end.answer else {}}}
     if end.events is not None:
         content["text/event-stream"] = {"schema": refs[end.events]}
-    responses: dict[str, Any] = {"200": {"description": "Success", "content": content}}
+    responses: dict[str, Any] = {str(end.status): {"description": "Success", "content": content}}
     for status in end.errors if end.open else (401, *end.errors):
         responses[str(status)] = {
             "description": "Error",
@@ -108,7 +125,10 @@ def _operation(end: Endpoint, refs: dict[type[msgspec.Struct], dict[str, Any]]) 
         }
     operation: dict[str, Any] = {"summary": end.summary, "responses": responses}
     if end.body is not None:
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[end.body]}}}
+        operation["requestBody"] = {
+            "required": end.needs_body,
+            "content": {"application/json": {"schema": refs[end.body]}},
+        }
     if "{id}" in end.path:
         operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if end.open:

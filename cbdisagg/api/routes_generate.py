@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from functools import wraps
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from cbdisagg.api.access import ACCESS
 from cbdisagg.api.choice import Choice
@@ -27,6 +29,18 @@ COMPLETION_TOKENS = 16
 """What a completion generates when the request does not say."""
 
 
+def by_the_door(handler: Handler) -> Handler:
+    """The handler, for requests that the service still takes, and finishes before it ends."""
+
+    @wraps(handler)
+    async def enter(request: web.Request) -> web.StreamResponse:
+        with request.app[SERVICE].door.enter():
+            return await handler(request)
+
+    return enter
+
+
+@by_the_door
 async def completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = await service.read(request, CompletionRequest)
@@ -54,6 +68,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     return await _respond(request, asked, form, prompts, rooms, logprobs=logprobs, scores=needed)
 
 
+@by_the_door
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     asked = await service.read(request, ChatRequest)

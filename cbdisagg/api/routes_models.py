@@ -27,7 +27,10 @@ async def health(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """503 while requests could not be served."""
-    client = request.app[SERVICE].client
+    service = request.app[SERVICE]
+    client = service.client
+    if service.door.closed:
+        return error_response(service.door.refusal())
     if client.ready:
         return answer(Status("ready"))
     reason = client.not_ready_reason or "no word from the coordinator yet"

@@ -103,6 +103,13 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
 
+class DrainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """Without `workers` the whole service ends. `reload`: read the settings again before they are started anew."""
+
+    workers: Literal["all"] | list[str] | None = None
+    reload: bool | None = None
+
+
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     tokens: list[int]
     model: str | None = None

@@ -187,6 +187,12 @@ class Detokenized(Struct, frozen=True):
     prompt: str
 
 
+class Draining(Struct, frozen=True):
+    """Who leaves: workers, or "service"."""
+
+    draining: list[str]
+
+
 class Status(Struct, frozen=True):
     status: str
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
-from cbdisagg.api import openapi, routes_generate, routes_models
+from cbdisagg.api import openapi, routes_drain, routes_generate, routes_models
 from cbdisagg.api.access import ACCESS, CLIENT_CLOSED, Access
 from cbdisagg.api.client import Client, RequestRejected, StreamFailed
+from cbdisagg.api.door import Door
 from cbdisagg.api.errors import INTERNAL, ApiError, error_response, from_stream, shown
 from cbdisagg.api.limits import Bounds
 from cbdisagg.api.metrics import Metrics
@@ -26,6 +27,7 @@ from cbdisagg.api.prompts import Prompts
 from cbdisagg.api.service import SERVICE, ModelCard, Service
 from cbdisagg.api.tokenizer import Tokenizer
 from cbdisagg.config import Config
+from cbdisagg.messages import Drain
 
 __all__ = ["ModelCard", "make_app", "make_runner"]
 
@@ -41,6 +43,7 @@ HANDLERS: dict[Endpoint, Handler] = {
     openapi.HEALTH: routes_models.health,
     openapi.READY: routes_models.ready,
     openapi.METRICS: routes_models.metrics,
+    openapi.DRAIN: routes_drain.drain,
     openapi.VERSION: routes_models.version,
     openapi.OPENAPI: routes_models.openapi,
 }
@@ -52,12 +55,34 @@ _OPEN = frozenset(endpoint.path for endpoint in openapi.ENDPOINTS if endpoint.op
 
 
 def make_app(
-    config: Config, model: ModelCard, tokenizer: Tokenizer, client: Client, *, api_key: str
+    config: Config,
+    model: ModelCard,
+    tokenizer: Tokenizer,
+    client: Client,
+    *,
+    api_key: str,
+    workers: Sequence[str],
+    drain: Callable[[Drain], None],
 ) -> web.Application:
-    """The application. `api_key`, if not empty, guards every path but /health and /ready (`load.read_api_key`)."""
+    """The application. `api_key`, if not empty, guards every path but /health and /ready (`load.read_api_key`).
+
+    `drain` gets what an operator asks for, of `workers` or of the whole service.
+    """
     bounds = Bounds(config.limits, model.max_len, model.vocab, tokenizer.end_ids)
     prompts = Prompts(tokenizer, model.vocab, model.max_len)
-    service = Service(config, model, tokenizer, client, Metrics(), prompts, bounds)
+    service = Service(
+        config,
+        model,
+        tokenizer,
+        client,
+        Metrics(),
+        prompts,
+        workers=tuple(workers),
+        drain=drain,
+        has_key=bool(api_key),
+        door=Door(),
+        bounds=bounds,
+    )
     app = web.Application(client_max_size=service.body_bytes, middlewares=[_edge, _guard(api_key)])
     app[SERVICE] = service
     for endpoint in openapi.ENDPOINTS:

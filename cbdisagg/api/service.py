@@ -5,6 +5,7 @@ Knows how the pieces of the api process belong together; one instance per applic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -12,6 +13,7 @@ from msgspec import Struct
 
 from cbdisagg.api.body import T, read_body
 from cbdisagg.api.client import Client
+from cbdisagg.api.door import Door
 from cbdisagg.api.errors import ApiError, shown
 from cbdisagg.api.limits import Bounds
 from cbdisagg.api.metrics import Metrics
@@ -19,7 +21,7 @@ from cbdisagg.api.prompts import Prompts
 from cbdisagg.api.schemas_requests import GenerationRequest
 from cbdisagg.api.tokenizer import Tokenizer
 from cbdisagg.config import Config
-from cbdisagg.messages import Targets
+from cbdisagg.messages import Drain, Targets
 
 
 class ModelCard(Struct, frozen=True):
@@ -31,15 +33,27 @@ class ModelCard(Struct, frozen=True):
     created: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
+    """`workers`: the names of those that may be drained; `drain` passes the wish on. `has_key`: clients show a key."""
+
     config: Config
     model: ModelCard
     tokenizer: Tokenizer
     client: Client
     metrics: Metrics
     prompts: Prompts
+    workers: tuple[str, ...]
+    drain: Callable[[Drain], None]
+    has_key: bool
+    door: Door
     bounds: Bounds
+
+    def renew(self, config: Config) -> None:
+        """The settings have been read again: they hold for requests that come from now on."""
+        self.config = config
+        self.bounds = Bounds(config.limits, self.model.max_len, self.model.vocab, self.tokenizer.end_ids)
+        self.client.resume_s, self.client.silent_s = config.limits.resume_s, config.policy.silent_s
 
     async def read(self, request: web.Request, kind: type[T]) -> T:
         """The request's body, checked as far as its types go. Raises ApiError."""

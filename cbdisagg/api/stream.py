@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
-from cbdisagg.messages import Address, Finish, Generate, Logprobs, TokenRun
+from cbdisagg.messages import Accepted, Address, Finish, Generate, Logprobs, TokenRun
 
 CancelReason: TypeAlias = Literal["stop", "disconnect", "error", "stale"]
 
@@ -57,6 +57,7 @@ class Stream:
 
     `output` holds all tokens received, read or not. `worker` has accepted the current submission; `heard` says that an
     answer to it has come, `parked` that it waits to be submitted; `deaths` counts workers lost since the last token.
+    `lost_at`: since when nobody is known to go on with it, None while somebody is, or while it is first asked for.
     """
 
     def __init__(self, request: Generate, born: float, cancel: Callable[[Stream, CancelReason], None]) -> None:
@@ -68,10 +69,14 @@ class Stream:
         self.heard = False
         self.parked = False
         self.deaths = 0
+        self.lost_at: float | None = None
         self.output = array("i")
         self.has_prompt_logprobs = False
         self.ended = False
         self._cancel = cancel
+        self._hops = 0
+        self._resumes_at = 0
+        self._has_spoken = False
         self._early: dict[int, TokenRun] = {}
         self._unread: list[TokenRun] = []
         self._error: RequestRejected | StreamFailed | None = None
@@ -135,11 +140,28 @@ class Stream:
             self._append(self._early.pop(index))
         self._wake()
 
+    def hear(self) -> None:
+        """Somebody writes the current submission."""
+        self.heard, self.lost_at = True, None
+
+    def accept(self, message: Accepted, spoken: bool) -> None:
+        """Its writer is named: by itself (`spoken`), or by the worker that it has taken the stream over from."""
+        if message.hops < self._hops:
+            return  # of a worker that has given it away meanwhile
+        self._has_spoken = spoken or (self._has_spoken and message.hops == self._hops)
+        self._hops, self._resumes_at, self.worker = message.hops, message.index, message.worker
+
+    @property
+    def in_transit(self) -> bool:
+        """Its writer has not said so itself, or tokens of the one before it are missing."""
+        return self.worker is not None and not (self._has_spoken and len(self.output) >= self._resumes_at)
+
     def park(self) -> None:
         """Give up the current submission: what was on its way to fill its gaps will not come."""
         self.submission += 1
         self.parked = True
         self.worker, self.heard = None, False
+        self._hops, self._resumes_at, self._has_spoken = 0, 0, False
         self._early.clear()
 
     def fail(self, error: RequestRejected | StreamFailed) -> None:

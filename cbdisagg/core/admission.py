@@ -25,7 +25,9 @@ class Admission:
 
     @property
     def full(self) -> bool:
-        """No place in the batch: reserved requests have theirs already."""
+        """No place in the batch: reserved requests have theirs already, and nobody joins a static batch that runs."""
+        if self.scheduler.batch is not None and self.scheduler.batch.closed:
+            return True
         return len(self.scheduler.running) + self.handoffs.waiting() >= self.max_batch
 
     def joins(self, request: Request, hit: int) -> bool:
@@ -43,8 +45,13 @@ class Admission:
         """Running requests keep what they need for the tokens that they already have, and a page each to grow."""
         running = self.scheduler.running.values()
         promised = sum(max(0, r.pages_for(len(r.tokens)) - len(r.pages)) for r in running)
-        needed = request.pages_for(len(request.tokens)) - len(hit)
-        return not self.full and admissible(needed, self._available_beside(hit) - promised, len(running))
+        growing = len(running) if self.scheduler.grows else 0
+        needed = self.pages_to_start(request) - len(hit)
+        return not self.full and admissible(needed, self._available_beside(hit) - promised, growing)
+
+    def pages_to_start(self, request: Request) -> int:
+        """For the tokens that are known, and what is reserved ahead of them."""
+        return self.scheduler.pages_to_reserve(request, len(request.tokens))
 
     def waits_for_peers(self, request: Request, hit: list[Page]) -> bool:
         """What it lacks, a place or pages, is not held by requests that run here."""
@@ -53,7 +60,7 @@ class Admission:
         if self.full:
             return not self.scheduler.running
         held = sum(len(running.pages) for running in self.scheduler.running.values())
-        return request.pages_for(len(request.tokens)) - len(hit) > self._available_beside(hit) + held
+        return self.pages_to_start(request) - len(hit) > self._available_beside(hit) + held
 
     def computes(self, request: Request, hit: int) -> None:
         """It has started: others may wait for its full pages from `hit` on."""

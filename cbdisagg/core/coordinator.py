@@ -3,6 +3,9 @@
 Knows workers by their last Load and by what it has routed since; knows requests only until a worker says Finished.
 It is off the token path: if it is away, running streams go on. It routes nothing until a supervisor has reported the
 live and dead incarnations of its host, and refuses what it cannot place: 503 without workers, 429 with full queues.
+
+A worker that says nothing, or has work and makes no progress, first gets no new requests (doubt), then is reported to
+its supervisor, which kills it (suspicion). One that leaves gets no new requests either, and returns those it has.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ from typing import assert_never
 from cbdisagg.config import Config
 from cbdisagg.core.effects import Effect, Note, Tell, Wake
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox, Tick
-from cbdisagg.core.policy import Decision, Link, View, retry_after, route
+from cbdisagg.core.policy import Decision, Link, View, move_target, retry_after, route
 from cbdisagg.core.residency import Residency
 from cbdisagg.messages import (
+    STATS_HEARTBEAT_S,
     Address,
     Cancel,
     Finished,
     Generate,
     Hello,
+    Leaving,
     Load,
     Members,
     Message,
@@ -30,6 +35,7 @@ from cbdisagg.messages import (
     Rejected,
     Reported,
     RequestId,
+    Return,
     Route,
     Stats,
     Submit,
@@ -43,6 +49,10 @@ STATS_S = 0.2
 CHECK_S = 1.0
 _UNSEEN_S = 0.05  # a Load that comes this long after a route is sure to include its job
 _DEAD_KEPT = 256
+DOUBT_S = 8.0
+"""A worker with work and no progress for this long is routed around, and not ready."""
+_AWAY_S = 2.5
+"""Ticks come each CHECK_S: after such a pause it was this process that did not run, and nobody else was silent."""
 
 
 @dataclass(slots=True)
@@ -62,6 +72,7 @@ class Member:
     unseen: list[tuple[int, int]] = field(default_factory=list)
     jobs: list[tuple[float, int]] = field(default_factory=list)
     suspect: bool = False
+    leaving: bool = False
 
     @property
     def address(self) -> Address:
@@ -89,8 +100,11 @@ class Member:
 
 @dataclass(slots=True)
 class Placed:
+    """`source` runs it until `decode` has taken it over."""
+
     submission: int
     decode: Address
+    source: Address | None = None
 
 
 class CoordinatorCore:
@@ -107,12 +121,15 @@ class CoordinatorCore:
         self.placed: dict[RequestId, Placed] = {}
         self.decisions: dict[tuple[str, str], int] = {}
         self._now = 0.0
+        self._present_since = 0.0
         self._effects: list[Effect] = []
         self._stats: Stats | None = None
         self._stats_at = float("-inf")
         self._wake_at = float("inf")
 
     def handle(self, event: CoordinatorEvent, now: float) -> list[Effect]:
+        if now - self._now > _AWAY_S:
+            self._present_since = now
         self._now, self._effects = now, []
         match event:
             case FromCoordinatorInbox(sender, message):
@@ -133,10 +150,17 @@ class CoordinatorCore:
                 placed = self.placed.get(id)
                 if placed is not None:
                     self._tell(placed.decode, message)
+                if placed is not None and placed.source is not None:
+                    self._tell(placed.source, message)
             case Finished(id, submission):
-                placed = self.placed.get(id)
-                if placed is not None and placed.submission <= submission:
-                    del self.placed[id]
+                self._finished(sender, id, submission)
+            case Leaving():
+                member = self.workers.get(sender.incarnation)
+                if member is not None and not member.leaving:
+                    member.leaving = True
+                    self._effects.append(Note("info", f"{sender.name} is leaving"))
+            case Return(request):
+                self._return(sender, request)
             case Hello(info):
                 self._join(info)
             case Load():
@@ -206,6 +230,29 @@ class CoordinatorCore:
             self.workers[end].residency.add(hashes)
         self._tell(decision.decode, Submit(request, Route(decision.prefill, decision.decode), self.address.incarnation))
 
+    def _finished(self, sender: Address, id: RequestId, submission: int) -> None:
+        placed = self.placed.get(id)
+        if placed is None or placed.submission > submission:
+            return
+        if placed.decode == sender:
+            del self.placed[id]
+        elif placed.source == sender:
+            placed.source = None  # handed over
+
+    def _return(self, source: Address, request: Generate) -> None:
+        """A worker that leaves wants to be rid of a request. If nobody can take it, it is finished where it is."""
+        placed = self.placed.get(request.id)
+        newer = placed is not None and (placed.submission > request.submission or placed.decode != source)
+        views = self._views(request)
+        known = source.incarnation in self.workers and request.id.api in self.apis
+        to = move_target(views, self._links(), source) if known and self.reported and not newer else None
+        if to is None:
+            return
+        self.placed[request.id] = Placed(request.submission, to, source)
+        self.workers[to.incarnation].submit(0)
+        self.workers[to.incarnation].residency.add(split_hashes(request.hashes))
+        self._tell(to, Submit(request, Route(source, to), self.address.incarnation, moves=True))
+
     def _reject(self, api: Address, request: Generate, status: int, text: str, retry_after_s: float) -> None:
         self._tell(api, Rejected(request.id, request.submission, status, text, retry_after_s))
 
@@ -217,7 +264,7 @@ class CoordinatorCore:
         views = []
         for member in sorted(self.workers.values(), key=lambda member: member.address):
             load = member.load
-            if load is None or member.suspect:
+            if load is None or not self._serves(member):
                 continue
             views.append(
                 View(
@@ -233,6 +280,11 @@ class CoordinatorCore:
                 )
             )
         return views
+
+    def _serves(self, member: Member) -> bool:
+        """May it get new requests?"""
+        stuck = self._now - max(member.progress_at, self._present_since)
+        return not (member.suspect or member.leaving or stuck > DOUBT_S)
 
     def _cached(self, member: Member, request: Generate) -> int:
         """Tokens of the prompt that this worker probably has; the last one is always computed."""
@@ -285,13 +337,16 @@ class CoordinatorCore:
         self._broadcast()
 
     def _remove(self, incarnation: int) -> None:
+        """What was to move to it is still where it was; what it was to give away comes again from its api."""
         self.workers.pop(incarnation, None)
         self.pairs = {ends: pair for ends, pair in self.pairs.items() if incarnation not in ends}
-        self.placed = {
-            id: placed
-            for id, placed in self.placed.items()
-            if placed.decode.incarnation != incarnation and id.api != incarnation
-        }
+        for id, placed in list(self.placed.items()):
+            if placed.source is not None and placed.source.incarnation == incarnation:
+                placed.source = None
+            if placed.decode.incarnation == incarnation and placed.source is not None:
+                placed.decode, placed.source = placed.source, None
+            elif placed.decode.incarnation == incarnation or id.api == incarnation:
+                del self.placed[id]
 
     def _paired(self, pair: Pair) -> None:
         """Kept even if one end has not said Hello yet: after a restart they come in any order."""
@@ -311,11 +366,13 @@ class CoordinatorCore:
             member.hear(load, self._now)
 
     def _find_suspects(self) -> None:
-        limit = self.config.policy.suspect_s
+        policy = self.config.policy
         for member in list(self.workers.values()):
-            silent, stuck = self._now - member.heard_at, self._now - member.progress_at
-            if not member.suspect and max(silent, stuck) > limit:
-                what = f"silent for {silent:.0f} s" if silent > limit else f"work and no progress for {stuck:.0f} s"
+            silent = self._now - max(member.heard_at, self._present_since)
+            stuck = self._now - max(member.progress_at, self._present_since)
+            if not member.suspect and (silent > policy.silent_s or stuck > policy.suspect_s):
+                quiet = silent > policy.silent_s
+                what = f"silent for {silent:.0f} s" if quiet else f"work and no progress for {stuck:.0f} s"
                 self._suspect(member.address.name, member.address.incarnation, what)
 
     def _suspect(self, name: str, incarnation: int, reason: str) -> None:
@@ -350,7 +407,7 @@ class CoordinatorCore:
         """Each configured role has a worker and, where roles are split, one can hand over to another."""
         if not self.reported:
             return False, "starting: no supervisor has reported"
-        serving = [member for member in self.workers.values() if member.load is not None and not member.suspect]
+        serving = [member for member in self.workers.values() if member.load is not None and self._serves(member)]
         roles = {member.info.role for member in serving}
         for role in sorted({group.role for group in self.config.workers}):
             if role not in roles:
@@ -358,12 +415,13 @@ class CoordinatorCore:
         if self.config.policy.mode != "aggregate" and {"prefill", "decode"} <= roles:
             ways = {(pair.prefill.incarnation, pair.decode.incarnation) for pair in self._living_pairs() if pair.kind}
             living = {member.address.incarnation for member in serving}
-            if not any(prefill in living and decode in living for prefill, decode in ways):
+            prefillers = {member.address.incarnation for member in serving if member.info.role != "decode"}
+            if not any(prefill in prefillers and decode in living for prefill, decode in ways):
                 return False, "no transport from a prefill to a decode worker has been tested yet"
         return True, ""
 
     def _tell_stats(self) -> None:
-        """At most once each STATS_S, and only what has changed; a Wake makes sure that the last change is told."""
+        """What has changed, at most once each STATS_S, and now and then what has not; a Wake sees to the last of it."""
         if self._now < self._stats_at + STATS_S:
             self._wake(self._stats_at + STATS_S)
             return
@@ -375,7 +433,7 @@ class CoordinatorCore:
             ready=ready,
             reason=reason,
         )
-        if stats != self._stats:
+        if stats != self._stats or self._now >= self._stats_at + STATS_HEARTBEAT_S:
             self._stats, self._stats_at = stats, self._now
             for api in self.apis.values():
                 self._tell(api, stats)

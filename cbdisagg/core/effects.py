@@ -55,6 +55,18 @@ class Forget(Struct, frozen=True, tag=True):
     attempt: AttemptId
 
 
+class Check(Struct, frozen=True, tag=True):
+    """Compare these pages, all layers, with their CRC-32 checksums (4 bytes each, little-endian); Checked follows."""
+
+    attempt: AttemptId
+    pages: tuple[int, ...]
+    checksums: bytes
+
+
+class Retire(Struct, frozen=True, tag=True):
+    """Nothing is left to do here, and nothing more will come: the process may end."""
+
+
 class Wake(Struct, frozen=True, tag=True):
     """Send a Tick at `at` seconds, or soon after. A later Wake replaces an earlier one."""
 
@@ -68,4 +80,4 @@ class Note(Struct, frozen=True, tag=True):
     text: str
 
 
-Effect: TypeAlias = Tell | RunStep | Connect | Disconnect | Verify | Expect | Forget | Wake | Note
+Effect: TypeAlias = Tell | RunStep | Connect | Disconnect | Verify | Expect | Forget | Check | Retire | Wake | Note

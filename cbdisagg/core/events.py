@@ -27,9 +27,10 @@ class FromWorkerInbox(Struct, frozen=True, tag=True):
 
 
 class StepDone(Struct, frozen=True, tag=True):
-    """The runner has finished a plan."""
+    """The runner has finished a plan. `checksums`: (serial of a push, CRC-32 of each of its pages, 4 bytes each)."""
 
     result: StepResult
+    checksums: tuple[tuple[int, bytes], ...] = ()
 
 
 class PushDone(Struct, frozen=True, tag=True):
@@ -67,9 +68,20 @@ class Verified(Struct, frozen=True, tag=True):
     note: str
 
 
+class Checked(Struct, frozen=True, tag=True):
+    """The pages of an attempt have been compared with their checksums. `damaged`: those that differ."""
+
+    attempt: AttemptId
+    damaged: tuple[int, ...]
+
+
+class Leave(Struct, frozen=True, tag=True):
+    """The process has been asked to end: its requests are to go on elsewhere."""
+
+
 class Tick(Struct, frozen=True, tag=True):
     """The time named by an earlier Wake has come."""
 
 
-WorkerEvent: TypeAlias = FromWorkerInbox | StepDone | PushDone | Landed | Connected | Verified | Tick
+WorkerEvent: TypeAlias = FromWorkerInbox | StepDone | PushDone | Landed | Checked | Connected | Verified | Leave | Tick
 CoordinatorEvent: TypeAlias = FromCoordinatorInbox | Tick

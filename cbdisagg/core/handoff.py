@@ -3,6 +3,7 @@
 Knows attempts, not tokens. Life of a reservation:
     open: pages reserved with the attempt as their writer, Prefill sent
       -> complete: KvReady and, where the receiver places the data, Landed have both come: the writer settles
+         (with debug.invariants once the pages have been compared with their checksums)
       -> declined: the prefill worker will not do it: the writer settles, the request is computed in the same pages
       -> lost: the prefill worker is known to be dead: as declined
       -> abandoned: the request has ended or moved on; StopPush sent; its pages stay quarantined until PushStopped
@@ -15,24 +16,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cbdisagg.core.blocks import Pages
-from cbdisagg.core.effects import Effect, Expect, Forget, Tell
+from cbdisagg.core.effects import Check, Effect, Expect, Forget, Tell
 from cbdisagg.core.request import Request
-from cbdisagg.messages import Address, AttemptId, Generate, KvReady, Prefill, StopPush, pack
+from cbdisagg.messages import Address, AttemptId, Generate, KvReady, Page, Prefill, StopPush, pack
 
 
 @dataclass(slots=True)
 class Reservation:
-    """`request` is None once it was abandoned. `receiver_placed`: data and KvReady travel apart."""
+    """`request` is None once it was abandoned. `pages`: what is to be written, from `first_page` of the sequence on.
+
+    `receiver_placed`: data and KvReady travel apart.
+    """
 
     prefill: Address
     request: Request | None
+    pages: tuple[Page, ...]
     receiver_placed: bool
     ready: KvReady | None = None
     landed: bool = False
 
     @property
     def complete(self) -> bool:
-        return self.ready is not None and (self.landed or not self.receiver_placed)
+        if self.ready is None:
+            return False
+        without_data = self.ready.moved is not None and not self.ready.moved.computed
+        return self.landed or not self.receiver_placed or without_data
 
 
 class Handoffs:
@@ -49,14 +57,25 @@ class Handoffs:
 
     def open(self, request: Request, hit: int, prefill: Address, receiver_placed: bool, spec: Generate) -> list[Effect]:
         """Its pages from `hit` on are reserved, with `request.attempt` as their writer: ask `prefill` to fill them."""
-        attempt = request.attempt
+        attempt, wanted = request.attempt, tuple(request.pages[hit:])
         assert attempt is not None
-        wanted = tuple(request.pages[hit:])
-        self.reservations[attempt] = Reservation(prefill, request, receiver_placed)
+        self.reservations[attempt] = Reservation(prefill, request, wanted, receiver_placed)
         return [
             Expect(attempt, prefill, wanted),
-            Tell(prefill, Prefill(attempt, spec, hit, pack(wanted))),
+            Tell(prefill, Prefill(attempt, spec, hit, pack(wanted), request.moves)),
         ]
+
+    def open_without_data(self, request: Request, source: Address, spec: Generate) -> list[Effect]:
+        """There is no way to push from `source`, which runs this request: it is to give up the request alone."""
+        attempt = request.attempt
+        assert attempt is not None
+        self.reservations[attempt] = Reservation(source, request, (), False)
+        return [Tell(source, Prefill(attempt, spec, 0, b"", moves=True))]
+
+    def writes(self, peer: Address, attempt: AttemptId) -> bool:
+        """Is this the worker that the attempt was given to, and is it not over?"""
+        reservation = self.reservations.get(attempt)
+        return reservation is not None and reservation.prefill == peer
 
     def kv_ready(self, message: KvReady) -> Reservation | None:
         """The reservation, if this completes it."""
@@ -73,6 +92,13 @@ class Handoffs:
             return None
         reservation.landed = True
         return reservation if reservation.complete else None
+
+    def checks(self, reservation: Reservation) -> list[Effect]:
+        """With checksums, a complete reservation waits for Checked; without, there is nothing to do."""
+        ready = reservation.ready
+        if ready is None or not ready.checksums:
+            return []
+        return [Check(ready.attempt, reservation.pages, ready.checksums)]
 
     def abandon(self, request: Request) -> list[Effect]:
         """The request no longer wants it. Call before its pages are released."""

@@ -80,8 +80,11 @@ def _plans_hold_their_pages(core: WorkerCore) -> None:
             _require(request.in_flight > 0, f"{request.spec.id} is in a plan that does not pin it")
             capacity = len(request.pages) * core.info.page_size
             _require(slice_.start + slice_.count <= capacity, f"{request.spec.id}: a slice beyond its pages")
-    for request in core.scheduler.pushes.values():
+    for request, target in core.scheduler.pushes.values():
         _require(request.in_flight > 0, f"{request.spec.id} has a push that does not pin it")
+        _require(
+            target.attempt in core.supply, f"{request.spec.id} has a push of the forgotten attempt {target.attempt}"
+        )
 
 
 def _one_live_job_per_request(core: WorkerCore) -> None:
@@ -90,7 +93,9 @@ def _one_live_job_per_request(core: WorkerCore) -> None:
 
 
 def _flying(core: WorkerCore) -> list:  # type: ignore[type-arg]
-    return [request for flight in core.scheduler.flights.values() for request, _ in flight]
+    planned = [request for flight in core.scheduler.flights.values() for request, _ in flight]
+    padding = core.scheduler.batch.padding if core.scheduler.batch is not None else []
+    return planned + [request for request, _ in core.scheduler.pushes.values()] + padding
 
 
 def check_coordinator(core: CoordinatorCore) -> None:

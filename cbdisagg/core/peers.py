@@ -1,7 +1,8 @@
 """Who else is there, as one worker knows it: apis, workers, tested pairs, the coordinator.
 
 Learns from Members, which always come whole. A worker that was listed and no longer is, without being named dead, is a
-suspect: it may still write. Only `dead` is evidence.
+suspect: it may still write. Evidence is being named dead, or having a successor: one is started only after the other
+has been reaped.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Peers:
         self.workers = listed
         self.met |= listed
         dead = set(members.dead)
+        newest = {worker.address.name: n for n, worker in listed.items()}
         for n, worker in list(self.met.items()):
-            if (worker.address.name, n) in dead:
+            if (worker.address.name, n) in dead or n < newest.get(worker.address.name, 0):
                 del self.met[n]
                 self.pairs.pop(n, None)
                 change.died.append(worker.address)
@@ -58,10 +60,13 @@ class Peers:
         pair = self.pairs.get(prefill.incarnation)
         return pair is not None and bool(pair.kind) and prefill.incarnation in self.workers
 
+    def serves(self, peer: Address) -> bool:
+        """Listed now: neither dead nor suspected."""
+        return peer.incarnation in self.workers
+
     def receiver_placed(self, prefill: Address) -> bool:
         return self.pairs[prefill.incarnation].kind in RECEIVER_PLACED
 
     def pushes_to(self, worker: WorkerInfo) -> bool:
-        """Should this worker open a way to push pages to that one? Roles say who usually prefills for whom."""
-        same = worker.fingerprint == self.me.fingerprint
-        return same and self.me.role != "decode" and worker.role != "prefill"
+        """Should this worker open a way to push pages to that one? To all that decode: prompts, and what moves."""
+        return worker.fingerprint == self.me.fingerprint and worker.role != "prefill"

@@ -140,7 +140,7 @@ def route(
     remotes = [
         (remote_ttft(by_name[link.prefill], by_name[link.decode], link, prompt), link)
         for link in links
-        if link.prefill in by_name and link.decode in by_name
+        if link.prefill in by_name and link.decode in by_name and by_name[link.prefill].role != "decode"
     ]
     prefillers = [v for v in views if v.role == "prefill"]
     if max_tokens == 1 and prefillers:
@@ -163,6 +163,15 @@ def route(
     if mode == "disaggregate":
         return Decision(link.prefill, link.decode, "disaggregate", ttft)
     return _better(local, remote, by_name[local.decode], prompt, ttft_s, tpot_s)
+
+
+def move_target(views: Sequence[View], links: Sequence[Link], source: Address) -> Address | None:
+    """Who takes over a request of `source`: of those that decode, one with a place, that KV can be pushed to."""
+    others = [view for view in views if view.address != source]
+    decoders = [view for view in others if view.role != "prefill"] or others
+    reached = {link.decode for link in links if link.prefill == source}
+    best = min(decoders, key=lambda v: (_full(v), v.address not in reached, _load(v), v.address.name), default=None)
+    return best.address if best is not None else None
 
 
 def _better(local: Decision, remote: Decision, decoder: View, prompt: int, ttft_s: float, tpot_s: float) -> Decision:

@@ -117,6 +117,6 @@ class Reporter:
 
     def _audit(self, core: WorkerCore) -> None:
         """With no request, job, reservation, plan or push left, every page must be free or cached."""
-        busy = core.requests or core.jobs or core.handoffs.reservations
+        busy = core.requests or core.supply or core.handoffs.reservations
         if not (busy or core.scheduler.flights or core.scheduler.pushes):
             self.page_leaks = max(self.page_leaks, core.pages.total - core.pages.available())

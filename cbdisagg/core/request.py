@@ -9,7 +9,7 @@ that this worker prefills; the job additionally knows its attempt and where its 
     RESERVED -> RUNNING   land (all KV has come) or take_over (the writer declined or died: computed here)
     RESERVED -> WAITING   requeue (the writer is suspected: other pages, the old ones are quarantined)
     RUNNING  -> WAITING   preempt: pages given back, tokens kept
-    any      -> ENDED     end: finished, cancelled, failed
+    any      -> ENDED     end: finished, cancelled, failed, or handed over to another worker
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from cbdisagg.messages import (
     Address,
@@ -70,14 +70,29 @@ class IllegalTransition(Exception):
 
 @dataclass(slots=True)
 class JobTarget:
-    """Where a prefill job's pages go: pages [first_page, ...) of the sequence to `pages` of `decode`'s pool."""
+    """Where pages of a sequence go, and how far that is: pages [first_page, end) to `pages` of `decode`'s pool.
+
+    `known`: the tokens of the sequence that the decode worker knows.
+    """
 
     attempt: AttemptId
     decode: Address
     first_page: int
     pages: list[Page]
-    pushed: int  # pages of the sequence below this index have been given to the transport (or were never wanted)
-    stop_asked: bool = False
+    known: int
+    pushed: int = 0  # pages of the sequence below this index have been given to the transport, or are not wanted
+    pushes: int = 0  # pushes planned whose pages may still be read
+    closing: bool = False  # the last push is planned
+    over: bool = False  # no push will be planned any more
+    answer: Literal["", "stopped", "declined", "ended"] = ""  # what to tell once no push is in flight
+    checksums: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.pushed = self.first_page
+
+    @property
+    def end(self) -> int:
+        return self.first_page + len(self.pages)
 
 
 Order: TypeAlias = tuple[float, int]
@@ -94,6 +109,10 @@ class Request:
     page_size: int
     limit: int  # it ends when it has this many tokens, prompt included
     job: JobTarget | None = None
+    giving: JobTarget | None = None  # it runs here, and moves to another worker
+    moves: bool = False  # another worker runs it, until its KV has come
+    hops: int = 0  # moves of this submission
+    returned: bool = False  # the coordinator has been asked to find it another worker
     state: State = State.WAITING
 
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -111,7 +130,6 @@ class Request:
     granted: int = 0  # pages that the runner has been told of
 
     attempt: AttemptId | None = None
-    landed: bool = False
 
     scores: list[Logprobs] = field(default_factory=list)
     wants_scores: bool = False

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeAlias
 
+from cbdisagg.core.baselines import Baseline
 from cbdisagg.core.blocks import Pages
-from cbdisagg.core.request import Request, State, Trigger
+from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.messages import Admit, Page, Push, Sampled, Slice, Slot, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Request, Slice, Sampled]
@@ -33,19 +34,32 @@ class Limits:
     mixed: bool
 
 
+OWN_WAY = Baseline()
+"""Continuous batching, pages as tokens come."""
+
+
 class Scheduler:
-    def __init__(self, pages: Pages, page_size: int, limits: Limits, prefix_cache: bool) -> None:
+    """`baseline`: how to batch and how many pages to hold, if not in our own way."""
+
+    def __init__(
+        self, pages: Pages, page_size: int, limits: Limits, prefix_cache: bool, baseline: Baseline = OWN_WAY
+    ) -> None:
         self.pages = pages
         self.page_size = page_size
         self.limits = limits
         self.prefix_cache = prefix_cache
+        self.pages_to_reserve = baseline.pages_to_reserve
+        self.reserves = baseline.reserves
+        self.grows = baseline.grows
+        self.batch = baseline.static_batch(pages, page_size)
         self.waiting: list[Request] = []  # by order of arrival
         self.running: dict[int, Request] = {}
         self.flights: dict[int, list[tuple[Request, Slice]]] = {}
-        self.pushes: dict[int, Request] = {}  # serial -> the job whose pages it reads
+        self.pushes: dict[int, tuple[Request, JobTarget]] = {}  # serial -> whose pages it reads
         self._number = 0
         self._serial = 0
-        self._free_slots = [Slot(n) for n in range(limits.max_batch)]
+        slots = limits.max_batch * (1 if self.batch is None else 2)  # padding of prompts takes slots of its own
+        self._free_slots = [Slot(n) for n in range(slots)]
         self._released: list[Slot] = []
         self._decode_turn = False  # with mixed = false: whose step is next
 
@@ -61,25 +75,27 @@ class Scheduler:
         """It leaves the queue or the batch for good; its pages go when nothing reads them any more."""
         if request.key in self.running:
             del self.running[request.key]
+            if self.batch is not None and self.batch.keep(request):
+                self._end_batch()
+                return
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._leave_slot(request)
-        if not request.in_flight:
-            self._give_back(request)
+        self._vacate(request)
+        self._end_batch()
 
-    def unpin(self, request: Request) -> bool:
-        """A plan or push no longer reads its pages. True if it has ended and now holds nothing."""
+    def unpin(self, request: Request) -> None:
+        """A plan or push no longer reads its pages."""
         request.in_flight -= 1
-        if request.in_flight or not request.ended:
-            return False
-        self._give_back(request)
-        return True
+        if request.ended and request.slot is None and not request.in_flight:
+            self._give_back(request)
 
     # ------------------------------------------------------------------------------------------------- plan
 
     @property
     def has_work(self) -> bool:
-        return any(_ready(request) for request in self.running.values())
+        if any(_ready(request) for request in self.running.values()):
+            return True
+        return self.batch is not None and self.batch.closed and not self.running
 
     @property
     def decodes(self) -> int:
@@ -104,12 +120,16 @@ class Scheduler:
                 left -= 0 if request.decoding else count
                 chosen.append((request, count))
                 taken.add(request.key)
+        if self.batch is not None:
+            chosen += self.batch.shares(any(not request.decoding for request in ready), left)
         if not chosen:
             return None, victims
         return self._number_plan(chosen), victims
 
     def _one_kind(self, ready: list[Request]) -> list[Request]:
-        """With mixed = false, decode and prefill take turns when both have work."""
+        """With mixed = false, decode and prefill take turns when both have work. A static batch goes in lockstep."""
+        if self.batch is not None:
+            return self.batch.lockstep(ready, self.running.values())
         decoding = [request for request in ready if request.decoding]
         if self.limits.mixed or not decoding or len(decoding) == len(ready):
             return ready
@@ -120,13 +140,15 @@ class Scheduler:
         """Pages for `count` more tokens; preempts later arrivals if need be. The tokens that it can have (0: none)."""
         while True:
             missing = request.pages_for(request.planned + count) - len(request.pages)
+            if missing > 0:
+                missing = self.pages_to_reserve(request, request.planned + count) - len(request.pages)
             if missing <= self.pages.available():
                 if missing > 0:
                     request.pages += self.pages.reserve(missing)
                 return count
             fits = (len(request.pages) + self.pages.available()) * self.page_size - request.planned
-            if fits > 0 and not request.decoding:
-                count = min(count, fits)
+            if 0 < fits < count and not request.decoding:
+                count = fits
                 continue
             if self.flights:
                 return 0  # what is in flight may end or may be preempted afterwards
@@ -139,6 +161,12 @@ class Scheduler:
             if victim is request:
                 return 0
 
+    def reserve_ahead(self, request: Request, hit: int) -> list[Page]:
+        """What its allocator takes at the start, beyond the `hit` pages of its prefix."""
+        if not self.reserves:
+            return []
+        return self.pages.reserve(self.pages_to_reserve(request, len(request.tokens)) - hit)
+
     def preempt(self, request: Request) -> None:
         """Its pages are given back, its tokens kept; it waits in its old place."""
         request.move(Trigger.PREEMPT)
@@ -148,6 +176,7 @@ class Scheduler:
         request.preemptions += 1
         request.reset()
         self.wait(request)
+        self._end_batch()
 
     def _number_plan(self, chosen: list[tuple[Request, int]]) -> StepPlan:
         release, self._released = tuple(self._released), []
@@ -164,6 +193,9 @@ class Scheduler:
                 grow.append((request.slot, tuple(request.pages[request.granted :])))
             request.granted = len(request.pages)
             flight.append((request, self._slice(request, count)))
+        if self.batch is not None:
+            for filler in self.batch.filled():
+                self._leave_slot(filler)
         number, self._number = self._number, self._number + 1
         self.flights[number] = flight
         return StepPlan(number, release, tuple(admit), tuple(grow), tuple(slice_ for _, slice_ in flight))
@@ -172,46 +204,54 @@ class Scheduler:
         assert request.slot is not None
         start, end = request.planned, request.planned + count
         draws = int(end == len(request.tokens) + request.draws_in_flight)
-        push = self._push(request, end, last=bool(draws)) if request.job else None
+        push = self._push(request, end, bool(draws))
         request.planned = end
         request.draws_in_flight += draws
         request.in_flight += 1
         return Slice(request.slot, start, count, draws, request.wants_scores, push)
 
-    def _push(self, request: Request, end: int, last: bool) -> Push | None:
+    def _push(self, request: Request, end: int, draws: bool) -> Push | None:
         """The pages that are complete once the slice has reached `end`, and at the last one the partial page too."""
-        job = request.job
-        assert job is not None
-        complete = request.pages_for(end) if last else end // self.page_size
-        if complete <= job.pushed:
+        target = request.job or request.giving
+        if target is None:
             return None
-        first, job.pushed = job.pushed, complete
+        last = draws if request.job else self._closes(target, request.planned, end)
+        complete = min(request.pages_for(end) if last else end // self.page_size, target.end)
+        if complete <= target.pushed:
+            return None
+        first, target.pushed = target.pushed, complete
         source = tuple(request.pages[first:complete])
-        target = tuple(job.pages[first - job.first_page : complete - job.first_page])
+        pages = tuple(target.pages[first - target.first_page : complete - target.first_page])
         serial, self._serial = self._serial, self._serial + 1
-        self.pushes[serial] = request
+        self.pushes[serial] = (request, target)
+        target.pushes += 1
+        target.closing = last
         request.in_flight += 1
-        return Push(serial, job.attempt, job.decode, source, target, last)
+        return Push(serial, target.attempt, target.decode, source, pages, last)
+
+    def _closes(self, target: JobTarget, start: int, end: int) -> bool:
+        """A request that moves takes two steps: full pages go with the first, and what is then left with the second."""
+        return target.pushed >= min(start // self.page_size, target.end) or end // self.page_size >= target.end
 
     # ----------------------------------------------------------------------------------------------- commit
 
-    def commit(self, result: StepResult) -> tuple[list[Outcome], list[Request]]:
-        """The plan is done: unpins what it named. What living requests got, and the ended ones now without pages."""
+    def commit(self, result: StepResult) -> list[Outcome]:
+        """The plan is done: unpins what it named. What living requests got."""
         outcomes: list[Outcome] = []
-        drained: list[Request] = []
         for (request, slice_), sampled in zip(self.flights.pop(result.number), result.sampled, strict=True):
             request.draws_in_flight -= slice_.draws
+            self.unpin(request)
             if request.ended:
-                if self.unpin(request):
-                    drained.append(request)
+                if request.slot is not None:
+                    request.tokens.extend(sampled.ids)  # padding goes on with what it draws
                 continue
-            request.in_flight -= 1
             request.computed = slice_.start + slice_.count
             if request.wants_scores:
                 request.scores.extend(sampled.prompt_logprobs)
             self.publish(request)
             outcomes.append((request, slice_, sampled))
-        return outcomes, drained
+        self._end_batch()
+        return outcomes
 
     def publish(self, request: Request) -> None:
         """Full pages that are computed enter the prefix index."""
@@ -231,6 +271,17 @@ class Scheduler:
         most = (len(request.tokens) - 1) // self.page_size
         return self.pages.match(request.chain(most), most)
 
+    def _end_batch(self) -> None:
+        """The padding of a static batch goes with its last member, or when it has run as long as it must."""
+        if self.batch is not None and self.batch.closed and self.batch.over and not self.running:
+            for request in self.batch.end():
+                self._vacate(request)
+
+    def _vacate(self, request: Request) -> None:
+        self._leave_slot(request)
+        if not request.in_flight:
+            self._give_back(request)
+
     def _leave_slot(self, request: Request) -> None:
         if request.slot is not None:
             self._released.append(request.slot)
@@ -242,6 +293,8 @@ class Scheduler:
 
 
 def _ready(request: Request) -> bool:
+    if request.giving is not None and request.giving.closing:
+        return False
     known = len(request.tokens) + request.draws_in_flight
     return request.remaining > 0 and known < request.limit
 

@@ -6,6 +6,9 @@ that: this worker's share of a request that another decodes. Both run in the sam
 
 One entry: `handle(event, now) -> effects`. Every event ends the same way: tell the tokens, admit what fits, plan a step
 if none is in flight, report the load.
+
+Asked to leave, a worker returns its requests to the coordinator, which finds them another worker. Until that one takes
+a request over it is served here, and what nobody takes is finished here; then the worker retires.
 """
 
 from __future__ import annotations
@@ -16,16 +19,30 @@ from msgspec.structs import replace
 
 from cbdisagg.config import Config
 from cbdisagg.core.admission import Admission
+from cbdisagg.core.baselines import Baseline
 from cbdisagg.core.blocks import Pages
-from cbdisagg.core.effects import Connect, Disconnect, Effect, Note, RunStep, Tell, Verify
-from cbdisagg.core.events import Connected, FromWorkerInbox, Landed, PushDone, StepDone, Tick, Verified, WorkerEvent
+from cbdisagg.core.effects import Connect, Disconnect, Effect, Note, Retire, RunStep, Tell, Verify
+from cbdisagg.core.events import (
+    Checked,
+    Connected,
+    FromWorkerInbox,
+    Landed,
+    Leave,
+    PushDone,
+    StepDone,
+    Tick,
+    Verified,
+    WorkerEvent,
+)
 from cbdisagg.core.handoff import Handoffs, Reservation
 from cbdisagg.core.peers import Peers
 from cbdisagg.core.policy import StepModel, local_allowance, prefill_allowance
 from cbdisagg.core.report import Reporter
 from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.core.scheduler import Limits, Scheduler
+from cbdisagg.core.sense import wrong_kv, wrong_prefill, wrong_request
 from cbdisagg.core.streams import Streams
+from cbdisagg.core.supply import Supply
 from cbdisagg.messages import (
     Accepted,
     Address,
@@ -36,7 +53,9 @@ from cbdisagg.messages import (
     Hello,
     KvReady,
     Lead,
+    Leaving,
     Members,
+    Moved,
     Page,
     Pair,
     Paired,
@@ -45,10 +64,13 @@ from cbdisagg.messages import (
     PushStopped,
     Rejected,
     RequestId,
+    Return,
     Route,
     Sampled,
+    Slice,
     StopPush,
     Submit,
+    Suspect,
     WorkerInfo,
     unpack,
 )
@@ -64,7 +86,8 @@ class WorkerCore:
         self.plans_ahead = plans_ahead
         self.pages = Pages(info.pool.pages)
         limits = Limits(info.max_batch, config.scheduler.token_budget, config.scheduler.mixed)
-        self.scheduler = Scheduler(self.pages, info.page_size, limits, config.kv.prefix_cache)
+        way = Baseline(config.scheduler.batching, config.kv.allocator, info.max_len, config.scheduler.static_length)
+        self.scheduler = Scheduler(self.pages, info.page_size, limits, config.kv.prefix_cache, way)
         self.handoffs = Handoffs(self.pages, self.address.incarnation)
         self.admission = Admission(self.scheduler, self.handoffs, info.max_batch)
         self.peers = Peers(info)
@@ -72,7 +95,11 @@ class WorkerCore:
         self.streams = Streams()
         self.reporter = Reporter()
         self.requests: dict[RequestId, Request] = {}
-        self.jobs: dict[AttemptId, Request] = {}
+        self.supply = Supply(self.scheduler, self.admission)
+        self.jobs = self.supply.jobs
+        self.leaving = False
+        self.retired = False
+        self._farewells: list[Effect] = []  # go after the tokens of this event
         self._key = 0
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -88,6 +115,10 @@ class WorkerCore:
                 self._push_done(event)
             case Landed(attempt):
                 self._complete(self.handoffs.landed(attempt))
+            case Checked(attempt, damaged):
+                self._land(self.handoffs.reservations.get(attempt), damaged)
+            case Leave():
+                self._leave()
             case Connected():
                 self._tell(event.peer, Probe(event.kind, event.nbytes, event.checksum, event.seconds, event.note))
             case Verified(peer, kind, bytes_per_s, note):
@@ -96,11 +127,13 @@ class WorkerCore:
                 self.reporter.rung()
             case _:
                 assert_never(event)
-        self._effects += self.streams.flush(
-            self.peers.apis
-        )  # before the step, whose thread competes for the interpreter
+        # Tokens go before the step, whose thread competes for the interpreter, and before a word on who writes next.
+        self._effects += self.streams.flush(self.peers.apis)
+        self._effects += self._farewells
+        self._farewells = []
         self._admit()
         self._plan()
+        self._return_requests()
         self._effects += self.reporter.report(self, now)
         return self._effects
 
@@ -115,11 +148,13 @@ class WorkerCore:
             case Prefill():
                 self._prefill(sender, message)
             case KvReady():
-                self._complete(self.handoffs.kv_ready(message))
-            case StopPush(attempt):
-                self._stop_push(sender, attempt)
-            case PushStopped(attempt, reason):
+                self._kv_ready(sender, message)
+            case StopPush(attempt) if attempt.decode == sender.incarnation:
+                self._effects += self.supply.stop(sender, attempt)
+            case PushStopped(attempt, reason) if self.handoffs.writes(sender, attempt):
                 self._push_stopped(attempt, reason)
+            case StopPush() | PushStopped():
+                pass  # of an attempt that is over, or not its sender's
             case Probe():
                 self._effects.append(Verify(sender, message))
             case Members():
@@ -135,7 +170,10 @@ class WorkerCore:
             return
         self.reporter.received += 1
         api = self.peers.apis.get(spec.id.api)
-        if api is None:
+        problem = wrong_request(spec)
+        if problem:
+            self._note_senseless("a request", problem)
+        if api is None or problem:
             return
         known = self.requests.get(spec.id)
         if known is not None:
@@ -143,16 +181,19 @@ class WorkerCore:
                 return
             self._end(known)
         request = self._request(spec, message.route)
+        request.moves = message.moves
         if request.prompt_len >= self.info.max_len:
             text = (
                 f"a prompt of {request.prompt_len} tokens does not fit the maximum context length {self.info.max_len}"
             )
-            self._tell(api, Rejected(spec.id, spec.submission, 400, text))
+            if not message.moves:
+                self._tell(api, Rejected(spec.id, spec.submission, 400, text))
             self._tell(self.peers.coordinator, Finished(spec.id, spec.submission, 0))
             return
         self.requests[spec.id] = request
         self.scheduler.wait(request)
-        self._tell(api, Accepted(spec.id, spec.submission, self.address))
+        if not message.moves:  # else once it has been handed over
+            self._tell(api, _accepted(request, self.address, 0))
 
     def _request(self, spec: Generate, route: Route, job: JobTarget | None = None) -> Request:
         self._key += 1
@@ -170,67 +211,70 @@ class WorkerCore:
 
     def _end(self, request: Request) -> None:
         """A local request ends, whatever it was doing. What the client is told of it has been told."""
+        self._effects += self.supply.keep(request)
+        self._remove(request)
+        self.streams.forget(request)
+
+    def _remove(self, request: Request) -> None:
+        """It is no longer here: it has ended, or goes on elsewhere."""
         del self.requests[request.spec.id]
         self.admission.computes_no_more(request)
-        if request.state is State.RESERVED:
+        if request.attempt is not None:
             self._effects += self.handoffs.abandon(request)
         request.move(Trigger.END)
         self.scheduler.drop(request)
-        self.streams.forget(request)
         done = Finished(request.spec.id, request.spec.submission, len(request.tokens) - request.prompt_len)
         self._tell(self.peers.coordinator, done)
 
-    # ----------------------------------------------------------------------------------- hand-over, prefill side
+    # ----------------------------------------------------------------------------------- hand-over, giving side
 
     def _prefill(self, sender: Address, message: Prefill) -> None:
-        if message.attempt in self.jobs or self.peers.is_dead(sender):
+        if message.attempt in self.supply:
+            return
+        if self.peers.is_dead(sender):
+            if message.moves:  # it may be that we have not heard of it yet: then the request stays
+                self._tell(sender, PushStopped(message.attempt, "ended"))
             return
         spec = message.request
-        for attempt, job in list(self.jobs.items()):  # at most one live job for each request of an owner
-            if attempt.decode == message.attempt.decode and attempt.request == spec.id and not job.ended:
-                self._end_job(job)
-        pages = [Page(n) for n in unpack(message.pages)]
-        target = JobTarget(message.attempt, sender, message.first_page, pages, message.first_page)
-        request = self._request(spec, Route(self.address, sender), target)
-        self.jobs[message.attempt] = request
-        self.scheduler.wait(request)
-
-    def _stop_push(self, sender: Address, attempt: AttemptId) -> None:
-        request = self.jobs.get(attempt)
-        if request is None:
-            self._tell(sender, PushStopped(attempt, "stopped"))
+        problem = wrong_prefill(message, self.peers.met[sender.incarnation], self.info)
+        if problem:
+            self._note_senseless(f"a Prefill from {sender.name}", problem)
+            self._tell(sender, PushStopped(message.attempt, "declined"))
             return
-        assert request.job is not None
-        request.job.stop_asked = True
-        if not request.ended:
-            self._end_job(request)
+        pages = [Page(n) for n in unpack(message.pages)]
+        known = (len(spec.prompt) + len(spec.output)) // 4
+        target = JobTarget(message.attempt, sender, message.first_page, pages, known)
+        if message.moves:
+            self._give(spec, target)
+        else:
+            request = self._request(spec, Route(self.address, sender), target)
+            self._effects += self.supply.start(request, target)
 
-    def _end_job(self, request: Request) -> None:
-        self.admission.computes_no_more(request)
-        request.move(Trigger.END)
-        self.scheduler.drop(request)
-        if not request.in_flight:
-            self._job_drained(request)
+    def _give(self, spec: Generate, target: JobTarget) -> None:
+        """Another worker takes a request over. Without KV, or without a way for it, the request goes alone."""
+        request = self.requests.get(spec.id)
+        if request is None or request.moves or request.spec.submission != spec.submission:
+            self._tell(target.decode, PushStopped(target.attempt, "ended"))
+            return
+        self._effects += self.supply.keep(request)
+        if target.pages and request.state is State.RUNNING and request.decoding:
+            self.supply.give(request, target)
+        else:
+            self._hand_over(request, target, 0)
 
-    def _job_drained(self, request: Request) -> None:
-        """No plan and no push reads its pages any more."""
-        assert request.job is not None
-        del self.jobs[request.job.attempt]
-        if request.job.stop_asked:
-            self._tell(request.job.decode, PushStopped(request.job.attempt, "stopped"))
-
-    def _decline(self, request: Request) -> None:
-        assert request.job is not None
-        self._tell(request.job.decode, PushStopped(request.job.attempt, "declined"))
-        self._end_job(request)
+    def _hand_over(self, request: Request, target: JobTarget, computed: int) -> None:
+        """Its next token is another worker's: the api is told so after the last one of ours."""
+        self._farewells += self.supply.hand_over(request, target, computed, self._now)
+        api = self.peers.apis.get(request.spec.id.api)
+        if api is not None:
+            self._farewells.append(Tell(api, _accepted(request, target.decode, request.hops + 1)))
+        self._remove(request)
 
     def _push_done(self, event: PushDone) -> None:
-        request = self.scheduler.pushes.pop(event.serial)
         self.reporter.transferred(event)
-        if self.scheduler.unpin(request):
-            self._job_drained(request)
+        self._effects += self.supply.pushed(event.serial)
 
-    # ------------------------------------------------------------------------------------ hand-over, decode side
+    # ------------------------------------------------------------------------------------ hand-over, receiving side
 
     def _reserve(self, request: Request, hit: list[Page], prefill: Address) -> None:
         """Pages for all of its tokens, to be written by `prefill`; the hit is pinned and never written."""
@@ -239,35 +283,90 @@ class WorkerCore:
         request.pages = hit + self.pages.reserve(missing, request.attempt)
         request.published = len(hit)
         request.move(Trigger.RESERVE)
-        spec = replace(
+        spec = self._as_it_is(request)
+        if self.peers.paired(prefill):
+            placed = self.peers.receiver_placed(prefill)
+            self._effects += self.handoffs.open(request, len(hit), prefill, placed, spec)
+        else:
+            self._effects += self.handoffs.open_without_data(request, prefill, spec)
+
+    def _as_it_is(self, request: Request) -> Generate:
+        """The request for another worker: with the output so far, and its age."""
+        return replace(
             request.spec,
             output=request.output.tobytes(),
             hashes=b"".join(request.chain(len(request.tokens) // self.info.page_size)),
             age_s=self._now - request.arrival,
         )
-        placed = self.peers.receiver_placed(prefill)
-        self._effects += self.handoffs.open(request, len(hit), prefill, placed, spec)
+
+    def _kv_ready(self, sender: Address, message: KvReady) -> None:
+        if not self.handoffs.writes(sender, message.attempt):
+            return
+        problem = wrong_kv(message, len(self.handoffs.reservations[message.attempt].pages))
+        if problem:
+            self._note_senseless(f"a KvReady from {sender.name}", problem)
+            self._tell(self.peers.coordinator, Suspect(sender.name, sender.incarnation, f"it sent {problem}"))
+        else:
+            self._complete(self.handoffs.kv_ready(message))
 
     def _complete(self, reservation: Reservation | None) -> None:
-        """All KV of a reserved request is here: it runs, with the token that the prefill worker has drawn."""
-        if reservation is None or reservation.request is None or reservation.ready is None:
+        """All KV of a reserved request is here."""
+        if reservation is None:
             return
-        request, ready = reservation.request, reservation.ready
-        _, effects = self.handoffs.settle(ready.attempt)
+        checks = self.handoffs.checks(reservation)
+        if checks:
+            self._effects += checks
+        else:
+            self._land(reservation, ())
+
+    def _land(self, reservation: Reservation | None, damaged: tuple[int, ...]) -> None:
+        """It runs: with the token that the prefill worker has drawn, or from where the worker that ran it stopped."""
+        if reservation is None or reservation.ready is None:
+            return
+        ready = reservation.ready
+        request, effects = self.handoffs.settle(ready.attempt)
         self._effects += effects
-        request.computed = request.planned = len(request.tokens)
+        if request is None:
+            return  # it has ended while its pages were checked
         request.queue_s, request.prefill_s = ready.queue_s, ready.prefill_s
-        request.scores = list(ready.sampled.prompt_logprobs)
+        if ready.moved is not None:
+            self._adopt(request, ready, ready.moved)
+        if damaged:
+            text = f"{request.spec.id}: pages {list(damaged)} from {reservation.prefill.name} are damaged"
+            self._effects.append(Note("error", text))
+            self._take_over(request, "damaged")
+            return
+        hit = request.published * self.info.page_size
+        known = len(request.tokens) if ready.moved is None else max(hit, ready.moved.computed)
+        request.computed = request.planned = known
         request.move(Trigger.LAND)
         self.scheduler.publish(request)
-        self.admission.computes_no_more(request)
         self.scheduler.run(request)
-        self._draw(request, ready.sampled)
+        if ready.moved is None:
+            request.scores = list(ready.sampled.prompt_logprobs)
+            self._draw(request, ready.sampled)
+        else:
+            self.admission.computes_no_more(request)
+
+    def _adopt(self, request: Request, ready: KvReady, moved: Moved) -> None:
+        """It is ours from here on, with its history; its stream has the tokens that come along."""
+        request.moves = False
+        request.tokens.extend(ready.sampled.ids)
+        request.wants_scores = request.wants_scores and not ready.sampled.ids
+        request.cached_tokens, request.preemptions = moved.cached_tokens, moved.preemptions
+        request.hops = moved.hops
+        self._tell(self.peers.apis.get(request.spec.id.api), _accepted(request, self.address, moved.hops))
+        if moved.decode_s >= 0:
+            request.first_token = self._now - moved.decode_s
 
     def _push_stopped(self, attempt: AttemptId, reason: str) -> None:
         request, effects = self.handoffs.settle(attempt)
         self._effects += effects
-        if request is not None:
+        if request is None:
+            return
+        if request.moves:
+            self._end(request)  # it has ended where it ran, or stays there, or comes again from its api
+        else:
             self._take_over(request, reason)
 
     def _take_over(self, request: Request, reason: str) -> None:
@@ -294,14 +393,14 @@ class WorkerCore:
             if jobs_only and request.job is None:
                 continue
             hit = self.scheduler.match(request)
-            if self.admission.joins(request, len(hit)):
+            if not request.moves and self.admission.joins(request, len(hit)):
                 continue
             if self.admission.fits(request, hit):
                 self._start(request, hit)
             elif not self.admission.waits_for_peers(request, hit):
                 return
             elif request.job is not None:
-                self._decline(request)
+                self._effects += self.supply.decline(request)
             else:
                 jobs_only = True
 
@@ -309,7 +408,7 @@ class WorkerCore:
         """It leaves the queue: computed here from its prefix hit on, or in pages reserved for a prefill worker."""
         self.scheduler.waiting.remove(request)
         self.pages.pin(hit)
-        if request.started is None:
+        if request.started is None and not request.moves:
             request.started = self._now
             request.queue_s = self._now - request.arrival
             request.cached_tokens = len(hit) * self.info.page_size
@@ -318,7 +417,7 @@ class WorkerCore:
         if prefill is not None:
             self._reserve(request, hit, prefill)
         else:
-            request.pages = hit
+            request.pages = hit + self.scheduler.reserve_ahead(request, len(hit))
             request.published = len(hit)
             request.computed = request.planned = len(hit) * self.info.page_size
             request.move(Trigger.ADMIT)
@@ -326,8 +425,10 @@ class WorkerCore:
         self.admission.computes(request, len(hit))
 
     def _remote(self, request: Request, hit: int) -> Address | None:
-        """The prefill worker to ask, or None to compute the prompt here; a change of route is counted."""
+        """The worker to ask for KV, or None to compute the prompt here; a change of route is counted."""
         prefill = request.route.prefill
+        if request.moves:
+            return prefill
         if request.job is not None or prefill == self.address:
             return None
         if not self.peers.paired(prefill):
@@ -348,6 +449,7 @@ class WorkerCore:
         plan, victims = self.scheduler.plan(self._allowance())
         for victim in victims:
             self.admission.computes_no_more(victim)
+            self._effects += self.supply.keep(victim)
             self.reporter.preempted()
         if plan is not None:
             self._effects.append(RunStep(plan))
@@ -371,30 +473,24 @@ class WorkerCore:
         )
 
     def _step_done(self, event: StepDone) -> None:
-        outcomes, drained = self.scheduler.commit(event.result)
-        for request in drained:
-            if request.job is not None:
-                self._job_drained(request)
+        checksums = dict(event.checksums)
         decode = prefill = 0
-        for request, slice_, sampled in outcomes:
+        for request, slice_, sampled in self.scheduler.commit(event.result):
             is_decode = slice_.count == 1 and slice_.start >= request.prompt_len
             decode += is_decode
             prefill += 0 if is_decode else slice_.count
-            if slice_.draws:
-                if request.job is not None:
-                    self._job_done(request, sampled)
-                else:
-                    self._draw(request, sampled)
+            target = _pushed_to(request, slice_)
+            if target is not None and slice_.push is not None:
+                target.checksums += checksums.get(slice_.push.serial, b"")
+            if slice_.draws and request.job is not None:
+                self._effects += self.supply.done(request, sampled, self._now)
+            elif slice_.draws:
+                self._draw(request, sampled)
+                if target is not None and target.closing and not request.ended:
+                    reach = min(slice_.start + slice_.count, target.end * self.info.page_size)
+                    self._hand_over(request, target, reach)
         self.model.observe(event.result.seconds, decode, prefill)
         self.reporter.stepped(decode, prefill)
-
-    def _job_done(self, request: Request, sampled: Sampled) -> None:
-        """The prompt is computed and its last push given to the transport: the decode worker may go on."""
-        assert request.job is not None
-        sampled = replace(sampled, prompt_logprobs=tuple(request.scores))
-        prefill_s = self._now - (request.started or request.arrival)
-        self._tell(request.job.decode, KvReady(request.job.attempt, sampled, request.queue_s, prefill_s))
-        self._end_job(request)
 
     def _draw(self, request: Request, sampled: Sampled) -> None:
         """Tokens drawn for a local request, here or by its prefill worker: the one place where a stream grows."""
@@ -415,6 +511,8 @@ class WorkerCore:
         self.peers.term = coordinator.incarnation
         self.peers.coordinator = coordinator
         self._tell(coordinator, Hello(self.info))
+        if self.leaving:
+            self._tell(coordinator, Leaving())
         for pair in self.peers.pairs.values():
             self._tell(coordinator, Paired(pair))
         self.reporter.renew()
@@ -433,36 +531,82 @@ class WorkerCore:
         for request in list(self.requests.values()):
             if request.spec.id.api not in self.peers.apis:
                 self._end(request)
+            elif request.moves and request.state is State.WAITING and not self.peers.serves(request.route.prefill):
+                self._end(request)  # its stream comes again from its api
+            elif request.giving is None:
+                request.returned = False  # there may be a worker for it now
 
     def _abandon_attempts(self, prefill: Address) -> None:
         """A suspect may still write: its requests go on in other pages, the old ones stay quarantined."""
         for attempt in self.handoffs.of(prefill.incarnation):
-            request = self.handoffs.reservations[attempt].request
-            if request is None:
+            reservation = self.handoffs.reservations[attempt]
+            request = reservation.request
+            if request is None or reservation.complete:
                 continue
-            self._effects += self.handoffs.abandon(request)
-            self.admission.computes_no_more(request)
-            request.move(Trigger.REQUEUE)
-            self.pages.release(request.pages)
-            request.reset()
-            self.scheduler.wait(request)
+            if request.moves:
+                self._end(request)
+                continue
+            self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Its writer is not to be trusted: other pages, while the old ones are quarantined."""
+        self._effects += self.handoffs.abandon(request)
+        self.admission.computes_no_more(request)
+        request.move(Trigger.REQUEUE)
+        self.pages.release(request.pages)
+        request.reset()
+        self.scheduler.wait(request)
 
     def _peer_down(self, address: Address) -> None:
         """Evidence that a worker is dead: it writes nothing any more, and wants nothing."""
         for attempt in self.handoffs.of(address.incarnation):
-            self._push_stopped(attempt, "prefill-worker-lost")
-        for attempt, request in list(self.jobs.items()):
-            if attempt.decode != address.incarnation:
-                continue
-            if not request.ended:
-                self._end_job(request)
+            if not self.handoffs.reservations[attempt].complete:  # else all is here, and is being checked
+                self._push_stopped(attempt, "prefill-worker-lost")
+        self._effects += self.supply.lost(address)
         self._effects.append(Disconnect(address))
+
+    # ----------------------------------------------------------------------------------------------- leaving
+
+    def _leave(self) -> None:
+        self.leaving = True
+        self._tell(self.peers.coordinator, Leaving())
+        for request in [r for r in self.requests.values() if r.moves and r.state is State.WAITING]:
+            self._end(request)  # it has not been asked for yet: it stays where it is
+
+    def _return_requests(self) -> None:
+        """Whoever leaves asks for another worker for each request, but not in mid-prefill: that ends soon."""
+        if not self.leaving:
+            return
+        for request in self.requests.values():
+            free = request.state is State.WAITING or (request.state is State.RUNNING and request.decoding)
+            if free and not (request.returned or request.moves) and self.peers.coordinator is not None:
+                request.returned = True
+                self._tell(self.peers.coordinator, Return(self._as_it_is(request)))
+        left = self.requests or self.supply or self.handoffs.reservations
+        if not (left or self.scheduler.flights or self.scheduler.pushes or self.retired):
+            self.retired = True
+            self._effects.append(Retire())
 
     def _verified(self, peer: Address, kind: str, bytes_per_s: float, note: str) -> None:
         pair = Pair(peer, self.address, kind, bytes_per_s, note)
         self.peers.pairs[peer.incarnation] = pair
         self._tell(self.peers.coordinator, Paired(pair))
 
+    def _note_senseless(self, what: str, problem: str) -> None:
+        self._effects.append(Note("warning", f"dropped {what} that makes no sense: {problem}"))
+
     def _tell(self, to: Address | None, message: object) -> None:
         if to is not None:
             self._effects.append(Tell(to, message))  # type: ignore[arg-type]  # built by the callers above
+
+
+def _pushed_to(request: Request, slice_: Slice) -> JobTarget | None:
+    """Where this slice has pushed, if that is still wanted."""
+    target = request.job or request.giving
+    if slice_.push is None or target is None or target.attempt != slice_.push.attempt:
+        return None
+    return target
+
+
+def _accepted(request: Request, worker: Address, hops: int) -> Accepted:
+    return Accepted(request.spec.id, request.spec.submission, worker, hops, len(request.tokens) - request.prompt_len)

@@ -61,7 +61,10 @@ def encode_header(header: Header) -> bytes:
 
 def decode_header(data: bytes | memoryview) -> Header:
     """Raises msgspec.DecodeError on anything that is not a header."""
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except RecursionError as error:  # unknown fields are skipped, and may be nested without end
+        raise msgspec.DecodeError("nested too deep") from error
 
 
 class Buffers:

@@ -19,6 +19,7 @@ pulled away from under a reader.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -38,6 +39,7 @@ from cbdisagg.transfer.base import LinkFailed
 SLOT_BYTES = 2 << 20
 SLOTS = 32
 HEADER_BYTES = 2 << 20  # far more than it needs: what follows stays aligned to huge pages
+OFFSET = HEADER_BYTES + SLOTS * SLOT_BYTES
 NONCE_BYTES = 32
 TABLE = slice(64, 64 + 8 * SLOTS)
 POPULATE_WRITE = 23
@@ -54,14 +56,17 @@ class MappedPool:
     """A pool as this process sees it, its own or a peer's. `pages` has shape [layers, pages, page_bytes], uint8."""
 
     def __init__(self, info: PoolInfo, fd: int) -> None:
-        """Map `fd`, which this pool owns from here on."""
+        """Map `fd`, which this pool owns from here on. Raises OSError if there is not enough memory."""
         self.info = info
         self._fd = fd
         memory = mmap.mmap(fd, _file_bytes(info))
         with contextlib.suppress(OSError):  # a kernel without huge pages for shared memory is only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        with contextlib.suppress(OSError):  # an older kernel: pages come when they are first touched
+        try:
             memory.madvise(POPULATE_WRITE, info.offset, _file_bytes(info) - info.offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # that is an older kernel: pages come when they are first touched
+                raise
         whole = np.frombuffer(memory, np.uint8)
         self.pages: NDArray[np.uint8] = whole[info.offset :].reshape(info.layers, info.pages, info.page_bytes)
         self._nonce = whole[:NONCE_BYTES]
@@ -128,7 +133,7 @@ def create_pool(me: Address, layers: int, pages: int, page_bytes: int) -> Mapped
         fd=fd,
         nonce=secrets.token_hex(NONCE_BYTES // 2),
         scratch=HEADER_BYTES,
-        offset=HEADER_BYTES + SLOTS * SLOT_BYTES,
+        offset=OFFSET,
         layers=layers,
         pages=pages,
         page_bytes=page_bytes,
@@ -139,6 +144,12 @@ def create_pool(me: Address, layers: int, pages: int, page_bytes: int) -> Mapped
         os.pwrite(fd, info.nonce.encode(), 0)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return MappedPool(info, fd)
+    except OSError as error:  # a limit that is no control group's: of address space, or of memory files
+        os.close(fd)
+        raise ConfigError(
+            f"the KV cache of {me.name} cannot have {needed / 2**20:,.0f} MiB ({pages} pages) of memory: "
+            f"{error.strerror}; lower kv.memory_mb or kv.pages, or raise the limit (ulimit -v)"
+        ) from error
     except BaseException:
         os.close(fd)
         raise
@@ -146,6 +157,8 @@ def create_pool(me: Address, layers: int, pages: int, page_bytes: int) -> Mapped
 
 def open_pool(info: PoolInfo) -> MappedPool:
     """Map a peer's pool; PoolUnreachable, with the reason, unless it is the very file that `info` describes."""
+    if min(info.layers, info.pages, info.page_bytes) < 1 or (info.scratch, info.offset) != (HEADER_BYTES, OFFSET):
+        raise PoolUnreachable("what is said of the pool describes none")
     path = f"/proc/{info.pid}/fd/{info.fd}"
     try:
         found = os.stat(path)
@@ -160,6 +173,9 @@ def open_pool(info: PoolInfo) -> MappedPool:
         if os.pread(fd, NONCE_BYTES, 0) != info.nonce.encode():
             raise PoolUnreachable(f"{path} is another pool: its nonce differs")
         return MappedPool(info, fd)
+    except OSError as error:
+        os.close(fd)
+        raise PoolUnreachable(f"{path} cannot be mapped: {error.strerror}") from error
     except BaseException:
         os.close(fd)
         raise
@@ -168,11 +184,32 @@ def open_pool(info: PoolInfo) -> MappedPool:
 def available_memory() -> int:
     """Bytes that processes here can still take: the machine's, or what the control group allows if that is less."""
     available: int = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no such group, or "max": no limit
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        available = min(available, max(0, limit - used))
+    for group in _control_groups():
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            available = min(available, max(0, limit - used + _reclaimable(group)))
     return available
+
+
+def _control_groups() -> list[Path]:
+    """The group of this process and all above it, as far as they can be seen from here (cgroup v2)."""
+    top = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::/"):
+                own = top / line.removeprefix("0::/")
+                return [own, *(group for group in own.parents if group.is_relative_to(top))]
+    return [top]
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of the group's usage that are files read a while ago: the kernel drops them before it refuses memory."""
+    with contextlib.suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "inactive_file":
+                return int(count)
+    return 0
 
 
 def _file_bytes(info: PoolInfo) -> int:

@@ -48,11 +48,22 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """An open link, and how many pages there are at its other end."""
+
+    link: Link
+    pages: int
+
+    def holds(self, pages: tuple[int, ...]) -> bool:
+        return not pages or 0 <= min(pages) <= max(pages) < self.pages
+
+
 @dataclass(slots=True)
 class _Cost:
-    """What a push has taken so far, in the runner's thread."""
+    """What a push has taken so far, in the runner's thread. A push without a `link` goes nowhere."""
 
-    kind: str
+    link: Link | None
     nbytes: int = 0
     seconds: float = 0.0
 
@@ -118,10 +129,10 @@ class PairwiseTransfer:
         self._pool, self._me, self._host, self._context, self._curve = pool, me, host, context, curve
         self._landing, self._receiver = landing, receiver
         self._on_push_done, self._on_broken = on_push_done, on_broken
-        self._lock = threading.Lock()  # guards the three below, which are keyed by the peer's incarnation
-        self._links: dict[int, Link] = {}
+        self._lock = threading.Lock()  # guards the three below; the first two are keyed by the peer's incarnation
+        self._ways: dict[int, _Way] = {}
         self._inbound: dict[int, str] = {}  # the kind by which a peer pushes to us
-        self._gone: set[int] = set()
+        self._gone: dict[str, int] = {}  # by name, the newest incarnation that has died: those before it have, too
         self._costs: dict[int, _Cost] = {}  # by serial; runner's thread only
 
     @property
@@ -146,9 +157,9 @@ class PairwiseTransfer:
         try:
             opened = link.test()
             with self._lock:
-                if peer.address.incarnation in self._gone:  # it died while we were testing
+                if self._has_died(peer.address):  # while we were testing
                     raise LinkFailed(f"{peer.address.name} is gone")
-                self._links[peer.address.incarnation] = link
+                self._ways[peer.address.incarnation] = _Way(link, peer.pool.pages)
         except BaseException:
             link.close()
             raise
@@ -166,6 +177,8 @@ class PairwiseTransfer:
                 assert_never(kind)
 
     def verify(self, peer: Address, probe: Probe) -> Seen:
+        if self._has_died(peer):
+            return Seen("", 0.0, f"{peer.name} is gone")
         match probe.kind:
             case "shm":
                 seen = shm.check_slot(self._pool, peer, probe)
@@ -182,19 +195,23 @@ class PairwiseTransfer:
             )
         if seen.kind:
             with self._lock:
-                self._inbound[peer.incarnation] = seen.kind
+                if not self._has_died(peer):
+                    self._inbound[peer.incarnation] = seen.kind
         return seen
 
     def disconnect(self, peer: Address) -> None:
         with self._lock:
-            self._gone.add(peer.incarnation)
-            link = self._links.pop(peer.incarnation, None)
+            self._gone[peer.name] = max(peer.incarnation, self._gone.get(peer.name, 0))
+            way = self._ways.pop(peer.incarnation, None)
             self._inbound.pop(peer.incarnation, None)
-        if link:
-            link.close()
+        if way is not None:
+            way.link.close()
         self._landing.forget_source(peer.incarnation)
         self._receiver.forget_trial(peer)
         self._pool.clear_slot(peer.incarnation)
+
+    def _has_died(self, peer: Address) -> bool:
+        return peer.incarnation <= self._gone.get(peer.name, -1)
 
     def expect(self, attempt: AttemptId, source: Address, pages: tuple[int, ...]) -> None:
         if self._inbound.get(source.incarnation) in RECEIVER_PLACED:
@@ -204,29 +221,38 @@ class PairwiseTransfer:
         self._landing.forget(attempt)
 
     def push(self, layer: int, push: Push) -> None:
-        link = self._links.get(push.to.incarnation)
-        if link is None:
-            return
         if (cost := self._costs.get(push.serial)) is None:
-            cost = self._costs[push.serial] = _Cost(link.kind)
-        start = time.perf_counter()
-        link.push(layer, push)
-        cost.seconds += time.perf_counter() - start
-        cost.nbytes += len(push.source) * self.info.page_bytes
+            cost = self._costs[push.serial] = _Cost(self._link_for(push))
+        if cost.link is not None:
+            start = time.perf_counter()
+            cost.link.push(layer, push)
+            cost.seconds += time.perf_counter() - start
+            cost.nbytes += len(push.source) * self.info.page_bytes
 
     def end(self, push: Push) -> None:
-        cost = self._costs.pop(push.serial, None) or _Cost("")
-        if link := self._links.get(push.to.incarnation):
+        cost = self._costs.pop(push.serial, None) or _Cost(None)
+        if cost.link is not None:
             start = time.perf_counter()
-            link.end(push)
+            cost.link.end(push)
             cost.seconds += time.perf_counter() - start
-        self._on_push_done(push.serial, cost.kind, cost.nbytes, cost.seconds)
+        kind = cost.link.kind if cost.link is not None else ""
+        self._on_push_done(push.serial, kind, cost.nbytes, cost.seconds)
+
+    def _link_for(self, push: Push) -> Link | None:
+        """None if the push goes nowhere: its peer is gone, or wants what cannot be written into its pool."""
+        way = self._ways.get(push.to.incarnation)
+        if way is None:
+            return None
+        if len(push.source) != len(push.target) or not way.holds(push.target):
+            self._on_broken(push.to, f"{push.to.name} wants KV in pages that it has not")
+            return None
+        return way.link
 
     def close(self) -> None:
         with self._lock:
-            links = list(self._links.values())
-            self._links.clear()
-        for link in links:
-            link.close()
+            ways = list(self._ways.values())
+            self._ways.clear()
+        for way in ways:
+            way.link.close()
         self._receiver.close()
         self._context.term()

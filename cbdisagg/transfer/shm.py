@@ -77,7 +77,7 @@ def check_slot(pool: MappedPool, sender: Address, probe: Probe) -> Seen:
     pool.clear_slot(sender.incarnation)
     if found != probe.checksum:
         return Seen("", 0.0, "shm: the test pattern arrived damaged")
-    return Seen(KIND, probe.nbytes / max(probe.seconds, 1e-9), probe.note)
+    return Seen(KIND, probe.nbytes / max(1e-9, probe.seconds), probe.note)  # in this order a NaN is 1e-9
 
 
 def _timed_copy(source: NDArray[np.uint8], target: NDArray[np.uint8]) -> float:

@@ -50,6 +50,8 @@ HEADER_MAX_BYTES = 1 << 20
 TRIAL_ROUNDS, TRIAL_MESSAGES = 4, 8
 CONNECT_TIMEOUT_MS = 5_000
 TRIAL_TIMEOUT_S = 10.0
+TRIALS_KEPT = 64
+"""Self-tests that nobody has asked for yet: of a living peer that is a moment, so the oldest are of the dead."""
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +92,6 @@ class ZmqLink:
         if curve:
             self._socket.curve_publickey = curve.public_key.encode()
             self._socket.curve_secretkey = curve.secret_key.encode()
-            self._socket.curve_serverkey = peer.pool.data_public_key.encode()
         if peer.pool.data_endpoint.startswith("tcp:"):  # a vanished host sends no goodbye
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, 5_000)
             self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20_000)
@@ -102,13 +103,15 @@ class ZmqLink:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         try:
-            self._connect(peer.pool)
+            self._connect(peer.pool, encrypted=curve is not None)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, pool: PoolInfo) -> None:
+    def _connect(self, pool: PoolInfo, encrypted: bool) -> None:
         try:
+            if encrypted:
+                self._socket.curve_serverkey = pool.data_public_key.encode()
             self._socket.connect(pool.data_endpoint)
         except zmq.ZMQError as error:
             raise LinkFailed(f"{pool.data_endpoint}: {error}") from error
@@ -180,6 +183,7 @@ class _Trials:
     nbytes: int = 0
     bytes_per_s: float = 0.0
     checksum: int | None = None  # of the last message of the last round
+    given_up: bool = False  # the sender has died
 
 
 class ZmqReceiver:
@@ -223,17 +227,20 @@ class ZmqReceiver:
         """Wait until the sender's self-test is complete; how fast it was."""
         with self._trial_done:
             trials = self._trials.setdefault(sender.incarnation, _Trials())
-            self._trial_done.wait_for(lambda: trials.checksum is not None, TRIAL_TIMEOUT_S)
+            self._trial_done.wait_for(lambda: trials.checksum is not None or trials.given_up, TRIAL_TIMEOUT_S)
             self._trials.pop(sender.incarnation, None)
         if trials.checksum is None:
-            return Seen("", 0.0, f"zmq: the test pattern did not arrive within {TRIAL_TIMEOUT_S:.0f} s")
+            why = "before its sender died" if trials.given_up else f"within {TRIAL_TIMEOUT_S:.0f} s"
+            return Seen("", 0.0, f"zmq: the test pattern did not arrive {why}")
         if trials.checksum != probe.checksum:
             return Seen("", 0.0, "zmq: the test pattern arrived damaged")
         return Seen(KIND, trials.bytes_per_s, probe.note)
 
     def forget_trial(self, sender: Address) -> None:
         with self._trial_done:
-            self._trials.pop(sender.incarnation, None)
+            if (trials := self._trials.pop(sender.incarnation, None)) is not None:
+                trials.given_up = True
+                self._trial_done.notify_all()
 
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)
@@ -283,6 +290,8 @@ class ZmqReceiver:
         now = time.perf_counter()
         with self._trial_done:
             trials = self._trials.setdefault(trial.sender, _Trials())
+            if len(self._trials) > TRIALS_KEPT:
+                del self._trials[next(iter(self._trials))]
             if trial.number == 0:
                 trials.started, trials.nbytes = now, 0
             else:

@@ -1,27 +1,35 @@
 """A child of the supervisor for tests: `fake_process.py KIND START_FILE`. The coordinator is the real one; a worker is
-real but for its model, which is a FakeRunner, and does what the start's `model` says: "good", "fails", "crashes",
-"stubborn". `fake_process.py serve FOLDER` is a whole service, so that a test can kill its supervisor.
+real but for its model, which is a FakeRunner, and does what the start's `model` says: "good", "slow" (a step takes
+STEP_S), "fails", "crashes", "stubborn". An api has neither HTTP nor clients: it says that two requests are running when
+it is asked to leave, and does so only if `model` is "good". `fake_process.py serve FOLDER` is a whole service, so that
+a test can kill its supervisor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cbdisagg.actors.coordinator import run_coordinator
+from cbdisagg.actors.inbox import Inbox
 from cbdisagg.actors.launch import Supervisor
-from cbdisagg.actors.life import run_child
+from cbdisagg.actors.life import AT_ONCE, Life, run_child
+from cbdisagg.actors.mailbox import Place
 from cbdisagg.actors.placement import Spot
 from cbdisagg.actors.start import Start, read_start, write_config
 from cbdisagg.actors.worker import Loaded, run_worker
 from cbdisagg.config import Config, ConfigError
+from cbdisagg.engine.base import PushLayer
 from cbdisagg.engine.fake import FakeRunner
-from cbdisagg.messages import Address
+from cbdisagg.messages import Address, Listening, Progress, StepPlan, StepResult, Up
 from cbdisagg.transfer.pool import create_pool
 
+STEP_S = 0.01
 LAYERS, PAGES, PAGE_BYTES, MAX_LEN = 2, 64, 4096, 512
 SPOTS = (Spot("prefill-0", "prefill", 1, ()), Spot("decode-0", "decode", 1, ()))
 
@@ -37,7 +45,29 @@ def fake_load(start: Start, config: Config, me: Address, progress: Callable[[str
     if start.model == "crashes" and start.role == "decode":
         raise RuntimeError("a bug")
     pool = create_pool(me, LAYERS, PAGES, PAGE_BYTES)
-    return Loaded(FakeRunner(LAYERS, config.kv.page_size), pool, "fake", MAX_LEN)
+    kind = FakeRunner if start.model == "good" else SlowRunner
+    return Loaded(kind(LAYERS, config.kv.page_size), pool, "fake", MAX_LEN)
+
+
+class SlowRunner(FakeRunner):
+    def run(self, plan: StepPlan, push: PushLayer) -> StepResult:
+        time.sleep(STEP_S)  # the time that a model would take
+        return super().run(plan, push)
+
+
+async def run_api(life: Life, start: Start, config: Config) -> None:
+    inbox = Inbox(start.name, start.incarnation, Place.of(config.cluster, Path(start.folder)), config)
+
+    def leave() -> None:
+        inbox.mailbox.tell(start.supervisor, Progress("2 requests are running", 0.0))
+        if start.model == "good":
+            life.loop.call_later(0.1, life.stop)  # the message is to leave before
+
+    life.leave = leave
+    inbox.mailbox.tell(start.supervisor, Up(inbox.mailbox.address, "api", os.getpid()))
+    inbox.mailbox.tell(start.supervisor, Listening("http://nowhere"))
+    await life.ended
+    inbox.close()
 
 
 class Told:
@@ -47,6 +77,8 @@ class Told:
 
     def ready(self, supervisor: Supervisor) -> None:
         print(*(child.pid for child in supervisor.children), flush=True)
+
+    def stopping(self, running: str) -> None: ...
 
 
 async def serve(folder: Path) -> None:
@@ -62,8 +94,11 @@ def main() -> None:
     elif kind == "worker":
         start, config = read_start(file, "worker")
         if start.model == "stubborn":
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, AT_ONCE])
         run_child(start, lambda life: run_worker(life, start, config, fake_load))
+    elif kind == "api":
+        start, config = read_start(file, "api")
+        run_child(start, lambda life: run_api(life, start, config))
     else:
         start, config = read_start(file, "coordinator")
         run_child(start, lambda life: run_coordinator(life, start, config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 import zmq
 import zmq.auth
 
+from cbdisagg.actors import mailbox
 from cbdisagg.actors.mailbox import MAX_MESSAGE_BYTES, Keys, Mailbox, Place, read_keys
 from cbdisagg.config import Cluster, ConfigError
 from cbdisagg.messages import Address, Envelope, Finished, RequestId, Suspect, ToCoordinator, encode
@@ -26,20 +28,31 @@ class Box:
     def __init__(self, name: str, incarnation: int, place: Place) -> None:
         self.mailbox = Mailbox[ToCoordinator](name, incarnation, place, DECODER)
         self.received: list[tuple[Address, ToCoordinator]] = []
-        self.gaps: list[Address] = []
+        self.losses: list[tuple[Address, str]] = []
         self._changed = asyncio.Event()
-        self.mailbox.start(self._receive, self.gaps.append)
+        self.mailbox.start(self._receive, self._lost)
 
     def _receive(self, sender: Address, message: ToCoordinator) -> None:
         self.received.append((sender, message))
         self._changed.set()
 
+    def _lost(self, peer: Address, reason: str) -> None:
+        self.losses.append((peer, reason))
+        self._changed.set()
+
     async def until(self, count: int) -> list[ToCoordinator]:
+        await self._until(lambda: len(self.received) >= count)
+        return [message for _, message in self.received]
+
+    async def until_lost(self, count: int) -> list[tuple[Address, str]]:
+        await self._until(lambda: len(self.losses) >= count)
+        return self.losses
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
-            while len(self.received) < count:
+            while not condition():
                 self._changed.clear()
                 await self._changed.wait()
-        return [message for _, message in self.received]
 
 
 @asynccontextmanager
@@ -75,7 +88,7 @@ async def test_messages_arrive_in_order_from_each_sender(place: Place) -> None:
         await inbox.until(1000)
         for peer in (one, two):
             assert [m for s, m in inbox.received if s == peer.mailbox.address] == [finished(n) for n in range(500)]
-        assert not inbox.gaps
+        assert not inbox.losses
 
 
 async def test_what_was_told_before_start_is_delivered(place: Place) -> None:
@@ -83,7 +96,7 @@ async def test_what_was_told_before_start_is_delivered(place: Place) -> None:
     async with boxes(place) as (peer,):
         peer.mailbox.tell(late.address, finished(1))
         got = asyncio.get_running_loop().create_future()
-        late.start(lambda sender, message: got.set_result((sender, message)), lambda sender: None)
+        late.start(lambda sender, message: got.set_result((sender, message)), lambda peer, reason: None)
         assert await asyncio.wait_for(got, 10) == (peer.mailbox.address, finished(1))
     late.close()
 
@@ -125,7 +138,9 @@ async def test_a_gap_in_the_numbers_is_reported_once(place: Place, wire: Callabl
         for number in (0, 1, 4, 5):
             line.say(inbox.mailbox.address, number, encode(finished(number)))
         assert await inbox.until(4) == [finished(n) for n in (0, 1, 4, 5)]
-        assert [sender.incarnation for sender in inbox.gaps] == [500]
+        assert [(peer.incarnation, why) for peer, why in inbox.losses] == [
+            (500, "messages of it were lost: 4 came instead of 2")
+        ]
         line.close()
 
 
@@ -153,7 +168,7 @@ async def test_junk_changes_nothing(
         other = wire(address)
         other.say(address, 0, encode(finished(1)), sender=501)
         assert await inbox.until(2) == [finished(0), finished(1)]
-        assert not inbox.gaps
+        assert not inbox.losses
         line.close()
         other.close()
     told = [record.message for record in caplog.records if "cannot read" in record.message]
@@ -181,7 +196,7 @@ async def test_neither_a_stopped_nor_a_dead_peer_holds_up_the_sender(place: Plac
             if len(received) == 10_000:
                 whole.set()
 
-        stopped.start(receive, lambda _: None)
+        stopped.start(receive, lambda peer, reason: None)
         await asyncio.wait_for(whole.wait(), 20)
         assert received == [finished(n) for n in range(10_000)]  # nothing was lost for having waited
     stopped.close()
@@ -196,7 +211,7 @@ async def test_a_forgotten_incarnation_gets_and_gives_nothing(place: Place) -> N
         assert await dead.until(1) == [finished(3)]
         alive.mailbox.tell(inbox.mailbox.address, finished(4))
         assert await inbox.until(1) == [finished(4)]
-        assert not inbox.gaps
+        assert not inbox.losses
 
 
 async def test_closing_leaves_no_socket_file(place: Place) -> None:
@@ -264,3 +279,111 @@ async def test_a_plain_client_and_a_stranger_with_a_key_are_refused(
         refused.close()
         plain.close()
         stranger.close()
+
+
+async def test_a_replayed_message_is_dropped_and_what_follows_it_is_no_gap(
+    place: Place, wire: Callable[[Address], Wire], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with boxes(place) as (inbox,):
+        line = wire(inbox.mailbox.address)
+        for number in (0, 1, 2, 0, 1, 3):
+            line.say(inbox.mailbox.address, number, encode(finished(number)))
+        assert await inbox.until(4) == [finished(n) for n in (0, 1, 2, 3)]
+        assert not inbox.losses
+        line.close()
+    assert "box-0 dropped message 0 of wire: it came before" in caplog.text
+
+
+async def test_a_connection_that_ends_is_told_once_though_no_message_follows(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "GRACE_S", 0.01)
+    async with boxes(place, place) as (one, two):
+        one.mailbox.tell(two.mailbox.address, finished(0))
+        await two.until(1)
+        two.mailbox.close()
+        lost = await one.until_lost(1)
+        assert lost == [(two.mailbox.address, "its connection to box-0 broke")]
+
+
+async def test_a_connection_that_ends_before_the_start_is_told_after_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "GRACE_S", 0.01)
+    late = Mailbox[ToCoordinator]("late", 9, place, DECODER)
+    async with boxes(place) as (peer,):
+        late.tell(peer.mailbox.address, finished(1))
+        await peer.until(1)
+        peer.mailbox.close()
+        lost: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
+        late.start(lambda sender, message: None, lambda who, reason: lost.set_result(who))
+        assert await asyncio.wait_for(lost, 20) == peer.mailbox.address
+    late.close()
+
+
+async def test_a_connection_that_breaks_and_comes_again_is_told_too(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy between the two is closed and opened again: the peer lives, and what lay in the proxy is lost."""
+    monkeypatch.setattr(mailbox, "GRACE_S", 0.01)
+    async with boxes(place, place) as (one, two):
+        address = two.mailbox.address
+        between = address._replace(endpoint=f"ipc://{place.folder}/between")
+        target = address.endpoint.removeprefix("ipc://")
+        async with proxy(place.folder / "between", target):
+            one.mailbox.tell(between, finished(0))
+            await two.until(1)
+        assert await one.until_lost(1) == [(between, "its connection to box-0 broke")]
+        async with proxy(place.folder / "between", target):
+            one.mailbox.tell(between, finished(1))
+            assert await two.until(2) == [finished(0), finished(1)]
+        assert len(one.losses) == 1
+
+
+@asynccontextmanager
+async def proxy(path: Path, target: str) -> AsyncIterator[None]:
+    """Passes bytes between the Unix socket `path` and the one at `target`; its end breaks both connections."""
+    ends: list[asyncio.StreamWriter] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+
+    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_unix_connection(target)
+        ends.extend((writer, far_writer))
+        await asyncio.gather(copy(reader, far_writer), copy(far_reader, writer))
+
+    server = await asyncio.start_unix_server(passed_on, path)
+    try:
+        yield
+    finally:
+        server.close()
+        for end in ends:
+            end.transport.abort()
+        for end in ends:
+            with contextlib.suppress(ConnectionError):
+                await end.wait_closed()
+
+
+async def test_a_peer_known_to_be_dead_is_not_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "GRACE_S", 0.01)
+    async with boxes(place, place, place) as (one, dead, other):
+        for peer in (dead, other):
+            one.mailbox.tell(peer.mailbox.address, finished(0))
+            await peer.until(1)
+        dead.mailbox.close()
+        one.mailbox.forget(dead.mailbox.address.incarnation)
+        other.mailbox.close()
+        assert await one.until_lost(1) == [(other.mailbox.address, "its connection to box-0 broke")]
+
+
+async def test_an_end_in_order_leaves_time_for_the_last_words(place: Place) -> None:
+    """Many and long: they cannot all have left when the mailbox is closed."""
+    count, body = 200, "x" * 100_000
+    async with boxes(place, place) as (one, two):
+        for n in range(count):
+            one.mailbox.tell(two.mailbox.address, Suspect(body, n, ""))
+        closing = asyncio.get_running_loop().run_in_executor(None, one.mailbox.close, 20.0)
+        assert len(await two.until(count)) == count
+        await closing

@@ -18,7 +18,7 @@ from cbdisagg.actors.life import Life
 from cbdisagg.actors.local import LocalMailbox, Network
 from cbdisagg.actors.shell import Deed, Shell
 from cbdisagg.config import Config
-from cbdisagg.core.effects import Effect, Forget, Note, RunStep, Tell, Wake
+from cbdisagg.core.effects import Effect, Forget, Note, Retire, RunStep, Tell, Wake
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox, Tick
 from cbdisagg.messages import Address, AttemptId, Finished, RequestId, StepPlan, Suspect, ToCoordinator
 
@@ -80,7 +80,7 @@ async def test_effects_are_performed_in_order(caplog: pytest.LogCaptureFixture) 
     decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
     here, peer = (LocalMailbox(name, n, network, decoder) for name, n in (("here", 1), ("peer", 2)))
     heard: list[tuple[Address, ToCoordinator]] = []
-    peer.start(lambda sender, message: heard.append((sender, message)), lambda _: None)
+    peer.start(lambda sender, message: heard.append((sender, message)), lambda peer, reason: None)
     messages = [Finished(RequestId(1, n), 0, n) for n in range(2)]
     deeds = Deeds()
     core = Script([Tell(PEER, messages[0]), RunStep(PLAN), Note("warning", "careful"), FORGET, Tell(PEER, messages[1])])
@@ -95,6 +95,18 @@ async def test_effects_are_performed_in_order(caplog: pytest.LogCaptureFixture) 
 async def test_a_deed_without_hands_is_a_bug() -> None:
     with pytest.raises(TypeError, match="without an engine"):
         Shell(Script([RunStep(PLAN)]), Silent()).handle(suspect(1))
+
+
+async def test_a_core_that_retires_says_so_once_all_before_it_is_told() -> None:
+    network = Network()
+    decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
+    here = LocalMailbox("here", 1, network, decoder)
+    left_behind: list[int] = []
+    core = Script([Tell(PEER, Finished(RequestId(1, 0), 0, 0)), Retire()])
+    Shell(core, here, on_retire=lambda: left_behind.append(len(network.queue))).handle(suspect(1))
+    assert left_behind == [1]
+    with pytest.raises(TypeError, match="nobody asked to leave"):
+        Shell(Script([Retire()]), Silent()).handle(suspect(1))
 
 
 class Clock:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cbdisagg.actors.children import BackOff, Incarnations, cause
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.placement import Spot, place_workers
-from cbdisagg.actors.report import Facts, Running, context_line, ready_text
+from cbdisagg.actors.reload import check_reload
+from cbdisagg.actors.report import Facts, Running, context_line, ready_text, stopping_line
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start, read_start, write_config
 from cbdisagg.actors.worker import Loaded, run_worker
-from cbdisagg.config import Config, ConfigError, Kv, Workers
+from cbdisagg.config import Config, ConfigError, Debug, Http, Kv, Limits, Policy, Scheduler, Targets, Workers
 from cbdisagg.messages import Address, Pair
 
 SUPERVISOR = Address("supervisor", 1, "ipc:///s")
@@ -190,6 +193,43 @@ def test_a_model_without_chat_template_gets_a_completion_to_try() -> None:
     text = ready_text(facts(chat=False, key="$API_KEY"))
     assert "/v1/completions -H 'Content-Type: application/json' -H \"Authorization: Bearer $API_KEY\" -d" in text
     assert "KV pages" not in text
+
+
+def test_the_end_is_one_line() -> None:
+    assert stopping_line("") == "Stopping ..."
+    assert stopping_line("2 requests are running") == "Stopping: 2 requests are running; again to stop at once"
+
+
+def test_what_steers_decisions_may_change_while_a_service_runs() -> None:
+    new = Config(Config().model, Targets(7.0, 7.0))
+    new = replace(new, scheduler=Scheduler(7, 77), policy=Policy("aggregate"), limits=Limits(n=7), debug=Debug(True))
+    check_reload(Config(), new)
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (Config(http=Http(port=9000)), "[http] port has changed from 8000 to 9000: stop"),
+        (Config(kv=Kv(pages=7)), "[kv] pages has changed"),
+        (Config(workers=(Workers(),)), "[[workers]] has changed"),
+        (Config(limits=Limits(n=7, body_mb=1.0)), "[limits] body_mb has changed from 16.0 to 1.0"),
+    ],
+)
+def test_what_was_built_at_the_start_may_not(new: Config, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        check_reload(Config(), new)
+
+
+async def test_who_is_asked_to_leave_may_take_its_time_but_not_twice() -> None:
+    life, asked = Life(), list[str]()
+    life.leave = lambda: asked.append("leave")
+    life.ask()
+    assert (asked, life.ended.done()) == (["leave"], False)
+    life.ask()
+    assert (asked, life.ended.done()) == (["leave"], True)
+    plain = Life()
+    plain.ask()
+    assert plain.ended.done(), "who has nothing to give away ends at once"
 
 
 async def test_a_crash_in_a_thread_of_the_transport_is_the_crash_of_the_worker(tmp_path: Path) -> None:

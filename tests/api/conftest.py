@@ -17,6 +17,7 @@ from cbdisagg.api.fake import FakeClient
 from cbdisagg.api.server import ModelCard, make_app, make_runner
 from cbdisagg.api.tokenizer import Tokenizer
 from cbdisagg.config import Config
+from cbdisagg.messages import Drain
 
 DEFAULTS = Config()
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -57,9 +58,12 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 class Http:
     """A running server and a session to talk to it."""
 
-    def __init__(self, runner: web.AppRunner, client: FakeClient, session: aiohttp.ClientSession) -> None:
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    def __init__(
+        self, runner: web.AppRunner, client: FakeClient, session: aiohttp.ClientSession, drained: list[Drain]
+    ) -> None:
+        self.url = "http://{}:{}".format(*runner.addresses[0])
         self.runner, self.app, self.client, self.session = runner, runner.app, client, session
+        self.drained = drained
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Let the server run until the condition holds; pytest's time limit is the only clock."""
@@ -99,14 +103,30 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
     runners: list[web.AppRunner] = []
     session = aiohttp.ClientSession()
 
-    async def start(client: FakeClient, *, config: Config = DEFAULTS, api_key: str = "", max_len: int = 256) -> Http:
+    async def start(
+        client: FakeClient,
+        *,
+        config: Config = DEFAULTS,
+        api_key: str = "",
+        max_len: int = 256,
+        host: str = "127.0.0.1",
+    ) -> Http:
         card = ModelCard("tiny", max_len, tokenizer.vocab_size, 1_700_000_000)
-        app = make_app(config, card, tokenizer, client, api_key=api_key)  # type: ignore[arg-type]  # a fake client
+        drained: list[Drain] = []
+        app = make_app(
+            config,
+            card,
+            tokenizer,
+            client,  # type: ignore[arg-type]  # a fake client
+            api_key=api_key,
+            workers=("prefill-0", "decode-0"),
+            drain=drained.append,
+        )
         runner = make_runner(app, config, grace_s=0.1)
         runners.append(runner)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return Http(runner, client, session)
+        await web.TCPSite(runner, host, 0).start()
+        return Http(runner, client, session, drained)
 
     yield start
     await session.close()

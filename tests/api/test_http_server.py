@@ -249,7 +249,7 @@ async def test_openapi_is_what_is_served(serve):
     assert references <= set(document["components"]["schemas"])
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            if "requestBody" in operation:  # every refusal has the described shape
+            if operation.get("requestBody", {}).get("required"):  # every refusal has the described shape
                 status, body = await getattr(http, method)(path)
                 assert str(status) in operation["responses"]
                 msgspec.convert(body, ErrorBody, strict=True)

@@ -20,12 +20,27 @@ import msgspec
 from cbdisagg.api.client import Client, Stream
 from cbdisagg.config import Config
 from cbdisagg.core.coordinator import CoordinatorCore
-from cbdisagg.core.effects import Connect, Disconnect, Effect, Expect, Forget, Note, RunStep, Tell, Verify, Wake
+from cbdisagg.core.effects import (
+    Check,
+    Connect,
+    Disconnect,
+    Effect,
+    Expect,
+    Forget,
+    Note,
+    Retire,
+    RunStep,
+    Tell,
+    Verify,
+    Wake,
+)
 from cbdisagg.core.events import (
+    Checked,
     Connected,
     FromCoordinatorInbox,
     FromWorkerInbox,
     Landed,
+    Leave,
     PushDone,
     StepDone,
     Tick,
@@ -35,11 +50,11 @@ from cbdisagg.core.invariants import check_coordinator, check_worker
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import (
     RECEIVER_PLACED,
-    Accepted,
     Address,
     AttemptId,
     Lead,
     Logprobs,
+    Page,
     PeerDown,
     PoolInfo,
     Push,
@@ -98,6 +113,7 @@ class Setting:
     page_size: int = 2
     max_batch: int = 3
     plans_ahead: int = 0
+    checksums: bool = False
     kind: Callable[[str, str], str] = lambda prefill, decode: "shm"
 
     @property
@@ -129,11 +145,12 @@ class Actor:
     def __init__(self, world: World, address: Address) -> None:
         self.world, self.address = world, address
         self.wake_at: float | None = None
-        self.journal: list[tuple[Any, float, list[Effect]]] = []
+        self.journal: list[tuple[Any, float, list[Effect]]] | None = []  # None: not kept
 
     def feed(self, core: Any, event: Any) -> None:
         effects = core.handle(event, self.world.now)
-        self.journal.append((event, self.world.now, effects))
+        if self.journal is not None:
+            self.journal.append((event, self.world.now, effects))
         for effect in effects:
             self.perform(effect)
 
@@ -156,7 +173,7 @@ class Actor:
 
     def replay(self, core: Any) -> None:
         """Fed the same events, a fresh core wants the same done."""
-        for event, now, effects in self.journal:
+        for event, now, effects in self.journal or ():
             assert core.handle(event, now) == effects, event
 
 
@@ -200,6 +217,9 @@ class WorkerActor(Actor):
         self.connects: deque[WorkerInfo] = deque()
         self.verifies: deque[Verify] = deque()
         self.expected: dict[AttemptId, tuple[int, set[int]]] = {}
+        self.checks: deque[Checked] = deque()
+        self.leaving = False
+        self.retired = False
 
     def receive(self, sender: Address, message: Any) -> None:
         self._feed(FromWorkerInbox(sender, message))
@@ -224,6 +244,13 @@ class WorkerActor(Actor):
                 self.expected[attempt] = (source.incarnation, set(pages))
             case Forget(attempt):
                 self.expected.pop(attempt, None)
+            case Check(attempt, pages, checksums):
+                right = [checksums[4 * n : 4 * n + 4] == self.checksum(page) for n, page in enumerate(pages)]
+                self.checks.append(
+                    Checked(attempt, tuple(page for page, ok in zip(pages, right, strict=True) if not ok))
+                )
+            case Retire():
+                self.retired = True
             case Disconnect(peer):
                 for attempt in [a for a, (source, _) in self.expected.items() if source == peer.incarnation]:
                     del self.expected[attempt]
@@ -248,7 +275,9 @@ class WorkerActor(Actor):
             if piece.push is not None:
                 self._push(piece.push)
         if not only_push:
-            self._feed(StepDone(StepResult(plan.number, tuple(sampled), 0.01)))
+            pushes = [piece.push for piece in plan.slices if piece.push is not None and self.world.setting.checksums]
+            sums = tuple((push.serial, b"".join(map(self.checksum, push.source))) for push in pushes)
+            self._feed(StepDone(StepResult(plan.number, tuple(sampled), 0.01), sums))
 
     def _compute(self, piece: Any) -> Sampled:
         slot, size = self.slots[piece.slot], self.world.setting.page_size
@@ -273,16 +302,39 @@ class WorkerActor(Actor):
     def _push(self, push: Push) -> None:
         content = {there: list(self.pool[here]) for here, there in zip(push.source, push.target, strict=True)}
         kind = self.world.kind(self.address, push.to)
-        peer = self.world.actors.get(push.to.incarnation)
+        data = Data(push.attempt, content)
         if kind in RECEIVER_PLACED:
-            self.world.send_data(self.address, push.to, Data(push.attempt, content))
-        elif isinstance(peer, WorkerActor):
-            for page, values in content.items():
-                peer.pool[page] = values
+            self.world.send_data(self.address, push.to, data)
+        else:
+            self.world.place(push.to, data)
         self.done.append(PushDone(push.serial, kind, 64 * len(content), 0.001))
 
     def push_done(self) -> None:
         self._feed(self.done.popleft())
+
+    def checksum(self, page: int) -> bytes:
+        return zlib.crc32(repr(self.pool[page]).encode()).to_bytes(4, "little")
+
+    def check(self) -> None:
+        self._feed(self.checks.popleft())
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    def leave(self) -> None:
+        """SIGTERM."""
+        self.leaving = True
+        self._feed(Leave())
+
+    def end(self) -> None:
+        """Nothing is left to do here: the process ends by itself."""
+        self.world.kill(self.address.incarnation)
+
+    def written(self, data: Data) -> None:
+        """A peer writes into this worker's memory, which can refuse nothing: only the protocol keeps it away."""
+        for page, values in data.pages.items():
+            writer = self.core.pages.writers.get(Page(page))
+            assert writer == data.attempt, f"{self.address.name}: {data.attempt} writes page {page} of {writer}"
+            self.pool[page] = list(values)
 
     def land(self, sender: int, data: Data) -> None:
         """As a receiver does: only what is expected, from whom it is expected, is written."""
@@ -290,7 +342,7 @@ class WorkerActor(Actor):
         if source != sender or not missing >= data.pages.keys():
             return
         for page, values in data.pages.items():
-            self.pool[page] = values
+            self.pool[page] = list(values)
             missing.remove(page)
         if not missing:
             del self.expected[data.attempt]
@@ -318,11 +370,7 @@ class ApiActor(Actor):
     def __init__(self, world: World, address: Address) -> None:
         super().__init__(world, address)
         self.client = Client(
-            address.incarnation,
-            lambda to, message: world.send(address, to, message),
-            model="m",
-            page_size=world.setting.page_size,
-            now=lambda: world.now,
+            address.incarnation, self._tell, model="m", page_size=world.setting.page_size, now=self._clock
         )
         self.streams: list[Stream] = []
         self.cancelled: set[int] = set()
@@ -334,10 +382,9 @@ class ApiActor(Actor):
                 stream = living.get(run.id)
                 if stream is not None and stream.submission == run.submission:
                     known = tuple(stream.output[run.index :][: len(run.ids)])  # of a message that comes twice
-                    assert run.index <= len(stream.output) and known in ((), run.ids), f"{run} is no continuation"
+                    early = run.index > len(stream.output) and not stream.in_transit
+                    assert not early and known in ((), run.ids), f"{run} is no continuation"
                     self._check_logprobs(stream, run)
-        if isinstance(message, Accepted):
-            assert message.worker == sender
         self.client.receive(sender, message)
 
     def _check_logprobs(self, stream: Stream, run: Any) -> None:
@@ -356,6 +403,12 @@ class ApiActor(Actor):
         if not stream.ended:
             self.cancelled.add(stream.id.n)
         stream.cancel("disconnect")
+
+    def _tell(self, to: Address, message: Any) -> None:
+        self.world.send(self.address, to, message)
+
+    def _clock(self) -> float:
+        return self.world.now
 
     def tick(self) -> None:
         raise AssertionError("the client sets no timer")
@@ -474,6 +527,13 @@ class World:
         if to.incarnation in self.actors:
             self.data.setdefault((sender.incarnation, to.incarnation), deque()).append(data)
 
+    def place(self, to: Address, data: Data) -> None:
+        """As shared memory does: the pages are there at once, if the process still lives."""
+        receiver = self.actors.get(to.incarnation)
+        if receiver is not None:
+            assert isinstance(receiver, WorkerActor)
+            receiver.written(data)
+
     def deliver(self, pair: tuple[int, int]) -> None:
         sender, message = self.queues[pair].popleft()
         self.actors[pair[1]].receive(sender, message)
@@ -514,12 +574,20 @@ class World:
                 yield worker.connect
             if worker.verifies:
                 yield worker.verify
+            if worker.checks:
+                yield worker.check
         for actor in list(self.actors.values()):
             if actor.wake_at is not None and actor.wake_at <= self.now:
                 yield actor.tick
+        for worker in self.workers:
+            if worker.retired:
+                yield worker.end
 
-    def settle(self, most: int = 20_000) -> None:
-        """Let everything happen that can, then let time pass, until every stream has ended and all is told."""
+    def settle(self, most: int = 20_000, patience: int = 30) -> None:
+        """Let everything happen that can, then let time pass, until every stream has ended and all is told.
+
+        `patience`: how often time may pass, in vain or not.
+        """
         idle = 0
         for _ in range(most):
             action = next(self.actions(), None)
@@ -527,7 +595,7 @@ class World:
                 action()
                 continue
             idle += 1
-            if idle > 30:
+            if idle > patience:
                 return
             wakes = [actor.wake_at for actor in self.actors.values() if actor.wake_at is not None]
             self.now = max(self.now, min(wakes) + 0.001)  # timers ring a little late, as an event loop's do
@@ -539,7 +607,13 @@ class World:
             assert stream.ended, f"{stream.id} has not ended: {self.describe()}"
         for worker in self.workers:
             core = worker.core
-            left = (core.requests, core.jobs, core.handoffs.reservations, core.scheduler.flights, core.scheduler.pushes)
+            left = (
+                core.requests,
+                core.supply,
+                core.handoffs.reservations,
+                core.scheduler.flights,
+                core.scheduler.pushes,
+            )
             assert not any(left), f"{worker.address.name} still has {left}"
             assert not core.pages.quarantined and not core.pages.writers and not core.admission.computing
             assert core.pages.available() == core.pages.total, f"{worker.address.name} has lost pages"

@@ -35,6 +35,7 @@ def settings_of_a_world(draw: st.DrawFn) -> Setting:
             mode=draw(st.sampled_from(["disaggregate"] * 4 + ["auto", "aggregate"])),
             queue_limit=draw(st.sampled_from([64, 3])),
             suspect_s=1e9,
+            silent_s=1e9,
         ),
     )
     kinds = draw(st.sampled_from([("shm", "shm"), ("zmq", "zmq"), ("shm", "zmq"), ("shm", "")]))
@@ -48,6 +49,7 @@ def settings_of_a_world(draw: st.DrawFn) -> Setting:
         pages=draw(st.integers(5, 10)),
         max_batch=draw(st.integers(1, 3)),
         plans_ahead=draw(st.integers(0, 1)),
+        checksums=draw(st.booleans()),
         kind=kind,
     )
 
@@ -110,6 +112,14 @@ class Service(RuleBasedStateMachine):
             actions = list(self.world.actions())
             if actions:
                 random.choice(actions)()
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A worker is asked to end: no stream may notice."""
+        busy = [worker for worker in self.world.workers if worker.core.requests] or self.world.workers
+        worker = data.draw(st.sampled_from(busy))
+        if not worker.leaving:
+            worker.leave()
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0]))
     def wait(self, seconds: float) -> None:

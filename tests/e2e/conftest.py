@@ -198,3 +198,43 @@ async def service(url: str) -> AsyncIterator[Service]:
         await service.until_idle()
         yield service
         await service.until_idle()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, 400 byte pairs, a chat template: a model folder in all respects."""
+    import torch
+    from cbdisagg_bench.faults_load import WORDS
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 20, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    texts = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(texts))
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

@@ -449,7 +449,7 @@ class World:
     def is_ready(self) -> bool:
         """All workers are listed with a load, and all ways between them have been tested."""
         roles = [worker.core.info.role for worker in self.workers.values()]
-        ways = sum(a != "decode" and b != "prefill" for a, b in itertools.permutations(roles, 2))
+        ways = sum(b != "prefill" for _, b in itertools.permutations(roles, 2))
         core = self.coordinator.core
         loads = sum(member.load is not None for member in core.workers.values())
         tested = sum(pair.kind == self.config.transfer.kind for pair in core.pairs.values())

@@ -138,14 +138,97 @@ def test_a_machine_that_is_too_small_is_named_with_the_key_to_lower(monkeypatch:
 
 
 def test_a_control_group_limits_what_is_available(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module, "Path", lambda _: tmp_path)
+    """Its own, or one above it; files that the kernel would drop first do not count."""
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    above, own = tmp_path / "above", tmp_path / "above" / "own"
+    own.mkdir(parents=True)
+    monkeypatch.setattr(module, "_control_groups", lambda: [own, above])
     assert module.available_memory() == 1000
-    (tmp_path / "memory.current").write_text("300\n")
-    (tmp_path / "memory.max").write_text("max\n")
+    (own / "memory.current").write_text("300\n")
+    (own / "memory.max").write_text("max\n")
     assert module.available_memory() == 1000
-    (tmp_path / "memory.max").write_text("700\n")
+    (own / "memory.max").write_text("700\n")
     assert module.available_memory() == 400
+    (own / "memory.stat").write_text("anon 100\ninactive_file 50\nactive_file 60\n")
+    assert module.available_memory() == 450
+    (above / "memory.current").write_text("900\n")
+    (above / "memory.max").write_text("800\n")
+    assert module.available_memory() == 0
+
+
+def test_the_control_groups_of_this_process_are_found() -> None:
+    found = module._control_groups()
+    assert found[-1] == Path("/sys/fs/cgroup")
+    assert all(group.is_relative_to("/sys/fs/cgroup") for group in found)
+
+
+LIMITED = """
+import resource, sys
+from cbdisagg.config import ConfigError
+from cbdisagg.messages import Address
+from cbdisagg.transfer.pool import create_pool, open_pool, PoolUnreachable
+def limit(megabytes):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), resource.RLIM_INFINITY))
+"""
+
+
+def in_a_small_process(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", LIMITED + code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_limit_of_address_space_is_a_clear_refusal() -> None:
+    """And no later fault: what has been mapped is there."""
+    code = """
+limit(120)
+try:
+    create_pool(Address("worker", 5, ""), 4, 64, 1 << 20)
+except ConfigError as error:
+    print(error)
+"""
+    said = in_a_small_process(code)
+    assert "the KV cache of worker cannot have 256 MiB (64 pages) of memory: Cannot allocate memory" in said
+    assert "kv.memory_mb" in said
+
+
+def test_a_peer_that_cannot_be_mapped_for_want_of_memory_is_unreachable() -> None:
+    code = """
+pool = create_pool(Address("worker", 5, ""), 4, 64, 1 << 20)
+limit(120)
+try:
+    open_pool(pool.info)
+except PoolUnreachable as error:
+    print(error)
+"""
+    assert "cannot be mapped: Cannot allocate memory" in in_a_small_process(code)
+
+
+def test_what_describes_no_pool_is_not_opened(pool: MappedPool) -> None:
+    """Numbers that are no layout, or another one that happens to fill the same file."""
+    for change in ({"layers": 0}, {"pages": -4, "layers": -3}, {"page_bytes": 0}, {"scratch": 0}, {"scratch": 1 << 62}):
+        assert "describes none" in unreachable(pool, **change)
+    assert "describes none" in unreachable(pool, offset=pool.info.offset - 3 * 512, pages=5)
+    assert "bytes" in unreachable(pool, pages=3)
+    assert "bytes" in unreachable(pool, pages=1 << 61)
+
+
+def test_a_number_of_a_process_that_has_been_used_again_is_noticed(pool: MappedPool) -> None:
+    """By a worker with a pool of the very same size, under the same descriptor."""
+    code = """
+import os, msgspec
+pool = create_pool(Address("other", 6, ""), 3, 4, 512)
+os.dup2(pool.info.fd, int(sys.argv[1]))
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", LIMITED + code, str(pool.info.fd)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        pid = int(other.stdout.readline())
+        assert "nonce differs" in unreachable(pool, pid=pid)
+        assert "No such file" in unreachable(pool, pid=pid, fd=999)
+        other.kill()
 
 
 def test_test_slots_are_private_to_an_incarnation_until_they_are_cleared(pool: MappedPool) -> None:

@@ -161,7 +161,7 @@ def test_a_push_is_counted_once_with_its_bytes_and_seconds(new_worker: NewWorker
     [(serial, how, nbytes, seconds)] = p.done
     assert (serial, how, nbytes) == (push.serial, kind, 3 * p.pages[:, 0].size)
     assert seconds > 0
-    link = p.transfer._links[d.address.incarnation]
+    link = p.transfer._ways[d.address.incarnation].link
     assert not p.transfer._costs and not (link._runs if kind == "shm" else link._gatherers)  # nothing is kept of it
 
 
@@ -362,7 +362,7 @@ def test_a_sender_that_waits_for_a_stalled_peer_is_woken(
     elif how == "kill":
         peer.process.send_signal(signal.SIGKILL)
     else:
-        p.transfer._links[peer.info.address.incarnation].close()
+        p.transfer._ways[peer.info.address.incarnation].link.close()
     thread.join(20)
     assert not thread.is_alive()
     assert [done[0] for done in p.done] == [push.serial for push in pushes]

@@ -1,0 +1,147 @@
+"""A run of `bench faults` from a started service to a report: undisturbed, struck, undisturbed again.
+
+Phases: "reference" takes every answer once; "before" asks all again and shows that the service agrees with itself
+without faults; "during" asks over and over while faults are made, in stretches, with a look at the idle service after
+each; "after" asks once more. Every answer but the reference's is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from cbdisagg_bench.faults_answers import Answer, compare
+from cbdisagg_bench.faults_client import Client, ask_all, open_session
+from cbdisagg_bench.faults_figures import Report, finding, first_events, pauses, silences, spread
+from cbdisagg_bench.faults_journal import Journals
+from cbdisagg_bench.faults_load import Ask, draw_load, rounds
+from cbdisagg_bench.faults_moments import Striker, draw_fault
+from cbdisagg_bench.faults_service import Rest
+from cbdisagg_bench.service import ServiceFailed
+
+STRETCH = 20
+"""So many faults, then a look at the idle service: what leaks is seen before its worker is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`kills`: faults to make. `requests`: of one round. `tolerance`: of log probabilities, in nats."""
+
+    kills: int
+    requests: int
+    concurrency: int
+    seed: int
+    suspect_s: float
+    tolerance: float
+
+
+Advance = Callable[[str, int, int], None]
+"""(phase, done, of)"""
+
+
+@dataclass
+class Trial:
+    """One service under load. `report` has everything once `run` has returned."""
+
+    plan: Plan
+    rest: Rest
+    striker: Striker
+    journals: Journals
+    advance: Advance
+    report: Report = field(default_factory=Report)
+    _references: dict[int, Answer] = field(default_factory=dict)
+    _answers: defaultdict[str, list[Answer]] = field(default_factory=lambda: defaultdict(list))
+    _seconds: Counter[str] = field(default_factory=Counter)
+    _origin: float = field(default_factory=time.monotonic)
+
+    async def run(self) -> None:
+        """Raises ServiceFailed if there is no reference to compare with."""
+        model, room = await self.rest.room()
+        load = draw_load(self.plan.requests, self.plan.seed, room)
+        async with open_session() as session:
+            patient = Client(session, self.rest.url, model, stays=True)
+            await self._phase("reference", patient, islice(rounds(load, self.plan.seed), len(load)), len(load))
+            self._take_references()
+            client = Client(session, self.rest.url, model)
+            asks = rounds(load, self.plan.seed + 1)
+            await self._phase("before", client, islice(asks, len(load)), len(load))
+            await self.rest.settle("before the first fault")
+            await self._strike(client, asks)
+            await self._phase("after", client, islice(asks, len(load)), len(load))
+        await self.rest.settle("at the end")
+        await self._sum_up()
+
+    async def _phase(self, phase: str, client: Client, asks: Iterator[tuple[str, Ask]], total: int = 0) -> None:
+        answers = self._answers[phase]
+
+        def done(answer: Answer) -> None:
+            answers.append(answer)
+            if total:
+                self.advance(phase, len(answers), total)
+
+        self._seconds[phase] += await ask_all(client, asks, self.plan.concurrency, done)
+
+    def _take_references(self) -> None:
+        for answer in self._answers.pop("reference"):
+            if answer.error or not answer.whole:
+                raise ServiceFailed(f"no fault was made, and request {answer.ask.number} failed: {answer.error}")
+            self._references[answer.ask.number] = answer
+
+    async def _strike(self, client: Client, asks: Iterator[tuple[str, Ask]]) -> None:
+        rng = random.Random(self.plan.seed)
+        strikes = self.striker.strikes
+        while len(strikes) < self.plan.kills:
+            goal, ended = min(self.plan.kills, len(strikes) + STRETCH), asyncio.Event()
+            asked = _until(ended, asks)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._phase("during", client, asked))
+                while len(strikes) < goal:
+                    await self.striker.strike(draw_fault(rng, self.plan.suspect_s))
+                    self.advance("faults", len(strikes), self.plan.kills)
+                await self.striker.well()
+                ended.set()
+            await self.rest.settle(f"after {len(strikes)} faults")
+
+    async def _sum_up(self) -> None:
+        report, strikes = self.report, self.striker.strikes
+        for phase, answers in self._answers.items():
+            for answer in answers:
+                self._judge(phase, answer)
+            report.requests_per_s[phase] = round(len(answers) / self._seconds[phase], 2)
+        calm = [*self._answers["before"], *self._answers["after"]]
+        struck = self._answers["during"]
+        report.faults = dict(Counter(f"{it.kind} {it.role}" for it in strikes))
+        report.pauses_s = {
+            "undisturbed": spread([max(b - a for a, b in gaps) for it in calm if (gaps := silences(it))])
+        }
+        found = pauses(struck, strikes, self.journals.visits) | first_events(struck, strikes)
+        report.pauses_s |= {cause: spread(seconds) for cause, seconds in found.items()}
+        report.leaked = self.rest.leaked
+        crashed = self.rest.processes.crashed
+        report.crashed = [f"{name} (pid {pid}) ended, and nobody had told it to" for name, pid in crashed]
+        scrape = await self.rest.scrape()
+        report.resumed = {labels: int(count) for labels, count in scrape.of("request_resumed_total").items()}
+        report.preemptions = int(scrape.total("num_preemptions_total"))
+
+    def _judge(self, phase: str, answer: Answer) -> None:
+        report = self.report
+        verdict = compare(answer, self._references[answer.ask.number], self.plan.tolerance)
+        report.requests += 1
+        report.left += answer.left
+        report.refused += answer.refused
+        report.drift = max(report.drift, verdict.drift)
+        if verdict.kind != "same":
+            report.verdicts[verdict.kind] += 1
+            report.findings.append(finding(phase, verdict, answer, self.striker.strikes, self.journals, self._origin))
+        if answer.error:
+            report.errors[answer.error] = report.errors.get(answer.error, 0) + 1
+
+
+def _until(ended: asyncio.Event, asks: Iterator[tuple[str, Ask]]) -> Iterator[tuple[str, Ask]]:
+    while not ended.is_set():
+        yield next(asks)
