@@ -15,8 +15,8 @@ import aiohttp
 from cbdisagg_bench.faults_answers import Answer
 from cbdisagg_bench.faults_load import Ask
 
-SILENCE_S = 120.0
-"""A client that has waited so long for the next byte has been forgotten."""
+SILENCE_S = 300.0
+"""A client that has waited so long for the next byte has been forgotten; a whole answer is one byte to it."""
 PATIENCE_S = 90.0
 """How long a client comes back after refusals."""
 REFUSALS = (429, 503)

@@ -53,8 +53,8 @@ class Spread:
 class Report:
     """Faults by "kind role"; requests a second by phase; pauses in seconds by cause, and "undisturbed".
 
-    `leaked` has a line for each thing that was left; `crashed` for each process that ended with nobody telling it to;
-    `errors` counts what clients were told, by text.
+    `leaked` has a line for each thing that was left; `crashed` for each process that ended by itself; `suspected` for
+    each that the service has killed though it was only slow; `errors` counts what clients were told, by text.
     """
 
     faults: dict[str, int] = field(default_factory=dict)
@@ -66,6 +66,7 @@ class Report:
     verdicts: dict[str, int] = field(default_factory=lambda: {"lost": 0, "altered": 0, "repeated": 0})
     leaked: list[str] = field(default_factory=list)
     crashed: list[str] = field(default_factory=list)
+    suspected: list[str] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
     drift: float = 0.0
@@ -174,6 +175,7 @@ def tables(report: Report) -> list[Table]:
     outcome.add_column("")
     outcome.add_column("count", justify="right")
     counts = {"leaked": len(report.leaked), "crashed": len(report.crashed), "refused, and came back": report.refused}
+    counts |= {"suspected, and only slow": len(report.suspected)}
     counts |= {"sequences that went on elsewhere": sum(report.resumed.values()), "preemptions": report.preemptions}
     for name, count in (report.verdicts | counts).items():
         outcome.add_row(name, str(count))

@@ -21,7 +21,7 @@ from cbdisagg_bench.faults_load import FIRST_SEED
 
 from cbdisagg.actors.journal import Event
 from cbdisagg.core.events import FromCoordinatorInbox, FromWorkerInbox
-from cbdisagg.messages import Prefill, RequestId, Submit
+from cbdisagg.messages import PeerDown, Prefill, RequestId, Submit
 
 LOOK_S = 0.01
 """Between two looks: files tell nobody that they grow. A hand-over takes longer."""
@@ -62,12 +62,16 @@ class _Tail:
 
 @dataclass
 class Journals:
-    """`living`: the newest incarnation of each process that has a core. `visits`: by the number of the request."""
+    """`living`: the newest incarnation of each process that has a core. `visits`: by the number of the request.
+
+    `causes`: how incarnations ended, as the supervisor has told the coordinator.
+    """
 
     folder: Path
     living: dict[str, int] = field(default_factory=dict)
     visits: defaultdict[int, list[Visit]] = field(default_factory=lambda: defaultdict(list))
     names: dict[int, str] = field(default_factory=dict)
+    causes: dict[int, str] = field(default_factory=dict)
     _tails: dict[str, _Tail] = field(default_factory=dict)
     _waiting: list[tuple[str, asyncio.Future[Seen]]] = field(default_factory=list)
     _decoder: msgspec.msgpack.Decoder[Any] = field(
@@ -145,6 +149,8 @@ class Journals:
                 request = message.request
                 visit = Visit(now, request.id, tail.incarnation, isinstance(message, Submit))
                 self.visits[request.sampling.seed - FIRST_SEED].append(visit)
+            elif isinstance(message, PeerDown):
+                self.causes[message.incarnation] = message.cause
         for name, waiter in self._waiting:
             if name == seen.name and not waiter.done():
                 waiter.set_result(seen)

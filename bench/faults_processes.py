@@ -55,13 +55,13 @@ class Process:
 class Processes:
     """The children of one supervisor.
 
-    `struck`: incarnations that we have sent a signal, and whether they come back after it. `crashed`: who ended, and
-    nobody had told it to: (name, process id). `seen`: every process there has been, by its process id.
+    `struck`: incarnations that we have sent a signal, and whether they come back after it. `unstruck`: who ended, and
+    we had not sent it anything. `seen`: every process there has been, by its process id.
     """
 
     supervisor: psutil.Process
     struck: dict[int, bool] = field(default_factory=dict)
-    crashed: list[tuple[str, int]] = field(default_factory=list)
+    unstruck: list[Process] = field(default_factory=list)
     seen: dict[int, Process] = field(default_factory=dict)
     _newest: dict[str, Process] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class Processes:
     def _arrived(self, process: Process) -> None:
         before = self._newest.get(process.name)
         if before is not None and before.incarnation not in self.struck:
-            self.crashed.append((before.name, before.system.pid))
+            self.unstruck.append(before)
         self._newest[process.name] = process
 
     def outlived(self, patience_s: float) -> list[str]:

@@ -122,8 +122,10 @@ class Trial:
         found = pauses(struck, strikes, self.journals.visits) | first_events(struck, strikes)
         report.pauses_s |= {cause: spread(seconds) for cause, seconds in found.items()}
         report.leaked = self.rest.leaked
-        crashed = self.rest.processes.crashed
-        report.crashed = [f"{name} (pid {pid}) ended, and nobody had told it to" for name, pid in crashed]
+        for process in self.rest.processes.unstruck:
+            cause = self.journals.causes.get(process.incarnation, "of an unknown cause")
+            # The service has no other reason to send SIGKILL than that a process made no progress.
+            (report.suspected if cause == "SIGKILL" else report.crashed).append(f"{process.name} ended: {cause}")
         scrape = await self.rest.scrape()
         report.resumed = {labels: int(count) for labels, count in scrape.of("request_resumed_total").items()}
         report.preemptions = int(scrape.total("num_preemptions_total"))

@@ -34,8 +34,8 @@ from cbdisagg import cli
 from cbdisagg.actors.journal import Journal
 from cbdisagg.api.schemas_requests import ChatRequest, CompletionRequest
 from cbdisagg.config import Config
-from cbdisagg.core.events import FromWorkerInbox, Tick
-from cbdisagg.messages import Address, Generate, RequestId, Route, Sampling, Submit, Targets
+from cbdisagg.core.events import FromCoordinatorInbox, FromWorkerInbox, Tick
+from cbdisagg.messages import Address, Generate, PeerDown, RequestId, Route, Sampling, Submit, Targets
 
 ROOM = Room(max_len=2000, tokens_per_word=1.25)
 
@@ -338,6 +338,18 @@ async def test_a_journal_tells_its_events_as_it_grows_and_who_serves_what(tmp_pa
     journal.close()
 
 
+async def test_a_journal_tells_how_processes_have_ended(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, COORDINATOR, Config())
+    async with following(tmp_path) as journals:
+        waiting = asyncio.create_task(journals.next("PeerDown", 30.0))
+        await asyncio.sleep(0)
+        supervisor = Address("supervisor", 3, "ipc://s")
+        journal.append(1.0, FromCoordinatorInbox(supervisor, PeerDown("decode-0", 5, "SIGSEGV")), [])
+        await waiting
+        assert journals.causes == {5: "SIGSEGV"}
+    journal.close()
+
+
 async def test_half_a_record_waits_for_its_other_half_and_parts_follow_each_other(tmp_path: Path) -> None:
     worker = Address("decode-0", 5, "ipc://d")
     whole = tmp_path / "elsewhere"
@@ -432,7 +444,7 @@ def test_processes_are_known_by_their_start_file_and_crashes_by_their_successor(
         assert name not in processes.look()
         start(name, 70)
         assert processes.look()[name].incarnation == 70
-    assert processes.crashed == [("decode-1", started["decode-1"].pid)]
+    assert [it.system.pid for it in processes.unstruck] == [started["decode-1"].pid]
     assert processes.names == set(SERVICE)
     assert len(processes.outlived(0.0)) == len(SERVICE)
 

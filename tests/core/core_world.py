@@ -257,6 +257,17 @@ class WorkerActor(Actor):
             case _:
                 super().perform(effect)
 
+    def possible(self) -> list[str]:
+        """The methods by which something can happen here by itself."""
+        queues = {
+            "step": self.plans,
+            "push_done": self.done,
+            "connect": self.connects,
+            "verify": self.verifies,
+            "check": self.checks,
+        }
+        return [name for name, queue in queues.items() if queue]
+
     # ------------------------------------------------------------------------------------------ the runner
 
     def step(self, *, only_push: bool = False) -> None:
@@ -566,16 +577,8 @@ class World:
         for pair in [pair for pair, queue in self.data.items() if queue]:
             yield lambda pair=pair: self.deliver_data(pair)  # type: ignore[misc]
         for worker in self.workers:
-            if worker.plans:
-                yield worker.step
-            if worker.done:
-                yield worker.push_done
-            if worker.connects:
-                yield worker.connect
-            if worker.verifies:
-                yield worker.verify
-            if worker.checks:
-                yield worker.check
+            for name in worker.possible():
+                yield getattr(worker, name)
         for actor in list(self.actors.values()):
             if actor.wake_at is not None and actor.wake_at <= self.now:
                 yield actor.tick

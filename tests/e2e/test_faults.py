@@ -186,7 +186,9 @@ async def world(tiny_model: Path) -> AsyncIterator[World]:
             await world.learn([*LONG, *SHORT, PROBE])
             yield world
             await rest.settle("at the end")
-            assert (rest.leaked, processes.crashed) == ([], [])
+            assert rest.leaked == []
+            # On a busy machine a slow worker may be taken for dead, and that is the only reason to be killed.
+            assert {journals.causes[it.incarnation] for it in processes.unstruck} <= {"SIGKILL"}
         rest.leaked.clear()
         config.unlink()
         rest.after_the_end(folder)

@@ -1,0 +1,139 @@
+"""The small worlds that are walked: what each of them is for, and the bounds within which it is exhausted.
+
+Two requests, two attempts each or more, of two or three tokens; pages hold two. Everything that crosses between the
+workers comes in every order. Who is `prompt` in one scenario is late in another: with nobody prompt the same faults
+are walked for one request.
+"""
+
+from __future__ import annotations
+
+from core_world import Setting
+from walk import Scenario
+from walk_world import APIS, COORDINATORS, Ask, Asked
+
+from cbdisagg.config import Config, Kv, Policy, Scheduler
+from cbdisagg.messages import Sampling
+
+SPLIT, CROSSED, ALONE = ("prefill", "decode"), ("any", "any"), ("any",)
+PROMPT = (APIS, COORDINATORS)
+KILL_P, KILL_D, RESTART_P, RESTART_D = "kill prefill-0", "kill decode-1", "restart prefill-0", "restart decode-1"
+
+
+def setting(
+    roles: tuple[str, ...] = SPLIT,
+    *,
+    pages: int = 8,
+    kind: str = "shm",
+    plans_ahead: int = 0,
+    budget: int = 8,
+    cache: bool = False,
+    max_batch: int = 3,
+    checksums: bool = False,
+) -> Setting:
+    config = Config(
+        kv=Kv(prefix_cache=cache),
+        scheduler=Scheduler(token_budget=budget),
+        policy=Policy(mode="disaggregate", suspect_s=1e9, silent_s=1e9),
+    )
+    return Setting(
+        roles,  # type: ignore[arg-type]
+        config,
+        pages=pages,
+        max_batch=max_batch,
+        plans_ahead=plans_ahead,
+        checksums=checksums,
+        kind=lambda prefill, decode: kind,
+    )
+
+
+def asked(*prompts: str, tokens: int = 2) -> Asked:
+    """Prompts as digits, one token each."""
+    return tuple(Ask(tuple(map(int, prompt)), Sampling(max_tokens=tokens)) for prompt in prompts)
+
+
+ONE, TWO = asked("123"), asked("123", "221")
+LONG = asked("12312", "22")  # of three pages, pushed one by one with a budget of two tokens
+
+SCENARIOS = [
+    Scenario("cancel", setting(), TWO, {"cancel": 2}, most=2, prompt=PROMPT),
+    Scenario("cancel, all late", setting(), TWO, {"cancel": 1}, prompt=(APIS,)),
+    Scenario("cancel in mid-transfer", setting(budget=2), LONG, {"cancel": 2}, most=2, prompt=PROMPT),
+    Scenario("P dies and comes back", setting(), TWO, {KILL_P: 1, RESTART_P: 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario("P dies, all late", setting(), ONE, {KILL_P: 1, "cancel": 1}, most=2),
+    Scenario("P dies twice", setting(), ONE, {KILL_P: 2, RESTART_P: 1}, most=3, prompt=PROMPT),
+    Scenario("D dies and comes back", setting(), TWO, {KILL_D: 1, RESTART_D: 1}, most=2, prompt=PROMPT),
+    Scenario("D dies, all late", setting(), ONE, {KILL_D: 1, "cancel": 1}, most=2),
+    Scenario("D dies twice", setting(), ONE, {KILL_D: 2, RESTART_D: 1}, most=3, prompt=PROMPT),
+    Scenario("both die, all late", setting(), ONE, {KILL_P: 1, KILL_D: 1}, most=2),
+    Scenario(
+        "P is suspected", setting(budget=2), LONG[:1], {"suspect prefill-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+    ),
+    Scenario("D is suspected", setting(), ONE, {"suspect decode-1": 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario("P is suspected, all late", setting(), ONE, {"suspect prefill-0": 1}),
+    Scenario("a message is lost", setting(), TWO, {"lose": 1}, prompt=PROMPT),
+    Scenario("coordinator", setting(), ONE, {"coordinator": 1}, prompt=PROMPT),
+    Scenario("coordinator, all late", setting(ALONE), ONE, {"coordinator": 1, "cancel": 1}, most=2),
+    Scenario("coordinator twice", setting(ALONE), ONE, {"coordinator": 2}, most=2, prompt=(APIS,)),
+    Scenario("coordinator and worker", setting(ALONE), ONE, {"coordinator": 1, "kill any-0": 1}, most=2),
+    Scenario("data apart", setting(kind="zmq", budget=2), LONG, {KILL_P: 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario("data apart, suspicion", setting(kind="zmq", budget=2), LONG[:1], {"suspect prefill-0": 1}, prompt=PROMPT),
+    Scenario("one fits", setting(pages=3), TWO, {"cancel": 1, KILL_P: 1, KILL_D: 1}, most=2, prompt=PROMPT),
+    Scenario(
+        "crossed, no room",
+        setting(CROSSED, pages=2),
+        asked("123", "221", tokens=1),
+        {"cancel": 1, "kill any-0": 1},
+        most=2,
+        prompt=PROMPT,
+    ),
+    Scenario("crossed", setting(CROSSED, pages=4), TWO, {"cancel": 1, "kill any-0": 1}, most=2, prompt=PROMPT),
+    Scenario("ahead", setting(plans_ahead=1), TWO, {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario("preemption", setting(pages=4), asked("123", "221", tokens=4), {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
+    Scenario(
+        "preemption, ahead",
+        setting(pages=4, plans_ahead=1),
+        asked("123", "221", tokens=4),
+        {"cancel": 1},
+        prompt=PROMPT,
+    ),
+    Scenario("api", setting(), TWO, {"api": 1}),
+    Scenario("prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario("one token", setting(), asked("123", "22", tokens=1), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario(
+        "leaves", setting(CROSSED), asked("123", tokens=4), {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+    ),
+    Scenario(
+        "leaves, dies",
+        setting(CROSSED),
+        asked("123", tokens=4),
+        {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
+        most=2,
+        prompt=PROMPT,
+    ),
+    Scenario("leaves, late", setting(CROSSED), asked("123", tokens=4), {"leave any-0": 1}),
+]
+
+LARGE = [
+    Scenario("coordinator, two", setting(), TWO, {"coordinator": 1}, prompt=PROMPT),
+    Scenario("coordinator, workers late", setting(), ONE, {"coordinator": 1}, prompt=(APIS,)),
+    Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario(
+        "data apart, losses",
+        setting(kind="zmq", budget=2),
+        LONG[:1],
+        {"suspect prefill-0": 1, "lose": 1},
+        most=2,
+        prompt=PROMPT,
+    ),
+    Scenario("P dies, two, all late", setting(), TWO, {KILL_P: 1}),
+    Scenario("D dies, two, all late", setting(), TWO, {KILL_D: 1}),
+    Scenario(
+        "three faults",
+        setting(),
+        TWO,
+        {KILL_P: 1, RESTART_P: 1, KILL_D: 1, RESTART_D: 1, "cancel": 1},
+        most=3,
+        prompt=PROMPT,
+    ),
+]
