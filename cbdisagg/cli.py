@@ -226,12 +226,6 @@ def step(context: typer.Context) -> None:
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
-def kernels(context: typer.Context) -> None:
-    """Time matrix products against the machine's limits."""
-    _bench(context, "kernels", "kernels")
-
-
-@bench.command(context_settings=PASSED_ON, add_help_option=False)
 def transfer(context: typer.Context) -> None:
     """Time hand-overs of KV pages between processes."""
     _bench(context, "transfer", "transfer")
