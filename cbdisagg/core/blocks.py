@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from typing import cast
 
 from cbdisagg.messages import AttemptId, Hash, Page
 
@@ -25,7 +26,7 @@ class Pages:
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.free: list[Page] = [Page(n) for n in range(total)]  # a heap: a sorted list is one
+        self.free: list[Page] = cast(list[Page], list(range(total)))  # a heap: a sorted list is one
         self.readers: dict[Page, int] = {}
         self.writers: dict[Page, AttemptId] = {}
         self.cached: OrderedDict[Page, None] = OrderedDict()  # oldest first: the order of eviction

@@ -10,10 +10,12 @@ its supervisor, which kills it (suspicion). One that leaves gets no new requests
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from cbdisagg.config import Config
+from cbdisagg.core.board import Board
 from cbdisagg.core.effects import Effect, Note, Tell, Wake
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox, Tick
 from cbdisagg.core.policy import Decision, Link, View, move_target, retry_after, route
@@ -24,6 +26,7 @@ from cbdisagg.messages import (
     Cancel,
     Finished,
     Generate,
+    Hash,
     Hello,
     Leaving,
     Load,
@@ -118,6 +121,7 @@ class CoordinatorCore:
         self.pairs: dict[tuple[int, int], Pair] = {}
         self.dead: dict[tuple[str, int], None] = {}  # in order of death
         self.restarts: dict[str, int] = {}
+        self.board = Board()
         self.placed: dict[RequestId, Placed] = {}
         self.decisions: dict[tuple[str, str], int] = {}
         self._now = 0.0
@@ -189,27 +193,28 @@ class CoordinatorCore:
             return
         if api.incarnation not in self.apis:
             return  # its Up has not come or it is dead: it asks again when it hears of this coordinator
-        views = self._views(request)
-        if not self.reported or not views:
+        if not self.reported or not self.board.has(self._serves):
             self._reject(api, request, 503, "no worker is ready", 1.0)
             return
-        queued = sum(member.queued for member in self.workers.values())
-        if queued >= self.config.policy.queue_limit and not request.submission:  # a stream that runs goes on
-            text = f"{self.config.policy.queue_limit} requests are waiting already (policy.queue_limit)"
-            self._reject(api, request, 429, text, retry_after(views))
+        limit = self.config.policy.queue_limit
+        if self.board.queued >= limit and not request.submission:  # a stream that runs goes on
+            text = f"{limit} requests are waiting already (policy.queue_limit)"
+            self._reject(api, request, 429, text, retry_after(self.board.views(self._serves)))
             return
-        decision = self._decide(request, views)
+        hashes = split_hashes(request.hashes)
+        decision = self._decide(request, hashes)
         self._count(decision)
-        self._place(request, decision)
+        self._place(request, hashes, decision)
 
-    def _decide(self, request: Generate, views: list[View]) -> Decision:
-        """Siblings go where the first of them went, and join its prefix there."""
+    def _decide(self, request: Generate, hashes: Sequence[Hash]) -> Decision:
+        """Somebody serves. Siblings go where the first of them went, and join its prefix there."""
         first = self.placed.get(request.group) if request.group is not None else None
-        if first is not None and any(view.address == first.decode for view in views):
+        if first is not None and self._serves(first.decode):
             return Decision(first.decode, first.decode, "sibling", 0.0)
+        views, links = self.board.shortlist(self._holders(request, hashes), self._serves)
         return route(
             views,
-            self._links(),
+            links,
             self.config.policy.mode,
             (len(request.prompt) + len(request.output)) // 4,
             request.sampling.max_tokens - len(request.output) // 4,
@@ -217,17 +222,18 @@ class CoordinatorCore:
             request.targets.tpot_s,
         )
 
-    def _place(self, request: Generate, decision: Decision) -> None:
+    def _place(self, request: Generate, hashes: Sequence[Hash], decision: Decision) -> None:
         self.placed[request.id] = Placed(request.submission, decision.decode)
-        hashes = split_hashes(request.hashes)
         tokens = (len(request.prompt) + len(request.output)) // 4
         prefill, decode = (self.workers[end.incarnation] for end in (decision.prefill, decision.decode))
-        missing = tokens - self._cached(prefill, request)
+        missing = tokens - self._cached(prefill, request, hashes)
         decode.submit(missing if prefill is decode else 0)
         if prefill is not decode:
             prefill.jobs.append((self._now, missing))
-        for end in {decision.prefill.incarnation, decision.decode.incarnation}:
-            self.workers[end].residency.add(hashes)
+            self._look_at(prefill)
+            prefill.residency.add(hashes)
+        self._look_at(decode)
+        decode.residency.add(hashes)
         self._tell(decision.decode, Submit(request, Route(decision.prefill, decision.decode), self.address.incarnation))
 
     def _finished(self, sender: Address, id: RequestId, submission: int) -> None:
@@ -243,14 +249,17 @@ class CoordinatorCore:
         """A worker that leaves wants to be rid of a request. If nobody can take it, it is finished where it is."""
         placed = self.placed.get(request.id)
         newer = placed is not None and (placed.submission > request.submission or placed.decode != source)
-        views = self._views(request)
         known = source.incarnation in self.workers and request.id.api in self.apis
-        to = move_target(views, self._links(), source) if known and self.reported and not newer else None
+        if not known or not self.reported or newer:
+            return
+        to = move_target(self.board.views(self._serves), self.board.links(), source)
         if to is None:
             return
         self.placed[request.id] = Placed(request.submission, to, source)
-        self.workers[to.incarnation].submit(0)
-        self.workers[to.incarnation].residency.add(split_hashes(request.hashes))
+        taker = self.workers[to.incarnation]
+        taker.submit(0)
+        self._look_at(taker)
+        taker.residency.add(split_hashes(request.hashes))
         self._tell(to, Submit(request, Route(source, to), self.address.incarnation, moves=True))
 
     def _reject(self, api: Address, request: Generate, status: int, text: str, retry_after_s: float) -> None:
@@ -260,47 +269,67 @@ class CoordinatorCore:
         key = (decision.kind, decision.reason)
         self.decisions[key] = self.decisions.get(key, 0) + 1
 
-    def _views(self, request: Generate) -> list[View]:
-        views = []
-        for member in sorted(self.workers.values(), key=lambda member: member.address):
-            load = member.load
-            if load is None or not self._serves(member):
-                continue
-            views.append(
-                View(
-                    address=member.address,
-                    role=member.info.role,
-                    running=load.running + load.reserved,
-                    waiting=load.waiting + len(member.unseen),
-                    queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen + member.jobs),
-                    max_batch=member.info.max_batch,
-                    step_s=load.step_s,
-                    token_s=load.token_s,
-                    cached=self._cached(member, request),
-                )
-            )
-        return views
+    # ------------------------------------------------------------------------------------ what routing sees
 
-    def _serves(self, member: Member) -> bool:
+    def _look_at(self, member: Member) -> None:
+        """It, or what was routed to it, has changed."""
+        load = member.load
+        if load is None:
+            return
+        view = View(
+            address=member.address,
+            role=member.info.role,
+            running=load.running + load.reserved,
+            waiting=load.waiting + len(member.unseen),
+            queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen + member.jobs),
+            max_batch=member.info.max_batch,
+            step_s=load.step_s,
+            token_s=load.token_s,
+            cached=0,
+        )
+        self.board.put(view, member.queued)
+
+    def _serves(self, worker: Address) -> bool:
         """May it get new requests?"""
+        member = self.workers.get(worker.incarnation)
+        return member is not None and member.load is not None and self._is_well(member)
+
+    def _is_well(self, member: Member) -> bool:
         stuck = self._now - max(member.progress_at, self._present_since)
         return not (member.suspect or member.leaving or stuck > DOUBT_S)
 
-    def _cached(self, member: Member, request: Generate) -> int:
+    def _holders(self, request: Generate, hashes: Sequence[Hash]) -> dict[Address, int]:
+        """Who probably has how many tokens of this prompt, if any."""
+        found = {}
+        if hashes and self.config.kv.prefix_cache:
+            for member in self.workers.values():
+                if member.residency.has(hashes[0]):
+                    found[member.address] = self._cached(member, request, hashes)
+        return found
+
+    def _cached(self, member: Member, request: Generate, hashes: Sequence[Hash]) -> int:
         """Tokens of the prompt that this worker probably has; the last one is always computed."""
         if not self.config.kv.prefix_cache:
             return 0
         most = (len(request.prompt) // 4 - 1) // member.info.page_size
-        return member.residency.count(split_hashes(request.hashes)[:most]) * member.info.page_size
+        return min(most, member.residency.count(hashes)) * member.info.page_size
 
-    def _links(self) -> list[Link]:
-        links = []
-        for pair in self._living_pairs():
-            pool = self.workers[pair.decode.incarnation].info.pool
-            if pair.kind and not self.workers[pair.prefill.incarnation].suspect:
-                token_bytes = pool.layers * pool.page_bytes // self.workers[pair.decode.incarnation].info.page_size
-                links.append(Link(pair.prefill, pair.decode, pair.bytes_per_s, token_bytes))
-        return links
+    def _link(self, pair: Pair) -> None:
+        """Pages can be pushed this way, once both ends are members."""
+        prefill, decode = self.workers.get(pair.prefill.incarnation), self.workers.get(pair.decode.incarnation)
+        if prefill is None or decode is None:
+            return
+        if pair.kind and not prefill.suspect:
+            pool = decode.info.pool
+            token_bytes = pool.layers * pool.page_bytes // decode.info.page_size
+            self.board.link(Link(pair.prefill, pair.decode, pair.bytes_per_s, token_bytes))
+        else:
+            self.board.unlink(pair.prefill, pair.decode)
+
+    def _unlink_from(self, prefill: Address) -> None:
+        for pair in self.pairs.values():
+            if pair.prefill == prefill:
+                self.board.unlink(pair.prefill, pair.decode)
 
     # --------------------------------------------------------------------------------------------- membership
 
@@ -321,6 +350,9 @@ class CoordinatorCore:
                 self._effects.append(Note("info", f"{address.name} has been started anew"))
                 self._remove(member.address.incarnation)
         self.workers[address.incarnation] = Member(info, self._now, self._now, Residency(info.pool.pages))
+        for pair in self.pairs.values():
+            if address in (pair.prefill, pair.decode):
+                self._link(pair)
         self._broadcast()
 
     def _leave(self, name: str, incarnation: int, kind: str) -> None:
@@ -338,7 +370,9 @@ class CoordinatorCore:
 
     def _remove(self, incarnation: int) -> None:
         """What was to move to it is still where it was; what it was to give away comes again from its api."""
-        self.workers.pop(incarnation, None)
+        member = self.workers.pop(incarnation, None)
+        if member is not None:
+            self.board.drop(member.address)
         self.pairs = {ends: pair for ends, pair in self.pairs.items() if incarnation not in ends}
         for id, placed in list(self.placed.items()):
             if placed.source is not None and placed.source.incarnation == incarnation:
@@ -354,6 +388,7 @@ class CoordinatorCore:
         dead = any((end.name, end.incarnation) in self.dead for end in (pair.prefill, pair.decode))
         if not dead and self.pairs.get(ends) != pair:
             self.pairs[ends] = pair
+            self._link(pair)
             self._broadcast()
 
     def _living_pairs(self) -> list[Pair]:
@@ -364,6 +399,7 @@ class CoordinatorCore:
         member = self.workers.get(sender.incarnation)
         if member is not None:
             member.hear(load, self._now)
+            self._look_at(member)
 
     def _find_suspects(self) -> None:
         policy = self.config.policy
@@ -381,6 +417,7 @@ class CoordinatorCore:
         if member is None or member.suspect:
             return
         member.suspect = True
+        self._unlink_from(member.address)
         self._effects.append(Note("warning", f"{name} is suspected: {reason}"))
         for supervisor in self.supervisors.values():
             self._tell(supervisor, Suspect(name, incarnation, reason))
@@ -407,13 +444,13 @@ class CoordinatorCore:
         """Each configured role has a worker and, where roles are split, one can hand over to another."""
         if not self.reported:
             return False, "starting: no supervisor has reported"
-        serving = [member for member in self.workers.values() if member.load is not None and self._serves(member)]
+        serving = [member for member in self.workers.values() if self._serves(member.address)]
         roles = {member.info.role for member in serving}
         for role in sorted({group.role for group in self.config.workers}):
             if role not in roles:
                 return False, f"no {role} worker is running"
         if self.config.policy.mode != "aggregate" and {"prefill", "decode"} <= roles:
-            ways = {(pair.prefill.incarnation, pair.decode.incarnation) for pair in self._living_pairs() if pair.kind}
+            ways = (ends for ends, pair in self.pairs.items() if pair.kind)
             living = {member.address.incarnation for member in serving}
             prefillers = {member.address.incarnation for member in serving if member.info.role != "decode"}
             if not any(prefill in prefillers and decode in living for prefill, decode in ways):

@@ -5,6 +5,7 @@ An estimate: the worker may have evicted a page, or not have computed it yet. Th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -25,9 +26,12 @@ class Residency:
         while len(self._hashes) > self.limit:
             self._hashes.popitem(last=False)
 
+    def has(self, value: Hash) -> bool:
+        """Is this page probably there?"""
+        return value in self._hashes
+
     def count(self, hashes: Sequence[Hash]) -> int:
-        """Leading pages of the chain that are probably there."""
-        for n, value in enumerate(hashes):
-            if value not in self._hashes:
-                return n
-        return len(hashes)
+        """Leading pages of the chain that are probably there. A chain is forgotten from its end, so it has no gaps."""
+        if not hashes or hashes[0] not in self._hashes:
+            return 0
+        return bisect_left(range(len(hashes)), True, key=lambda n: hashes[n] not in self._hashes)
