@@ -172,7 +172,7 @@ class Pair:
         source, copy = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         total, runner, plain = [], [], []
         for _ in track(range(repeats + 1), f"{self._kind} {tokens} tokens", disable=quiet, transient=True):
-            total.append(self._hand_over(target))
+            total.append(self.hand_over(target))
             runner.append(self._seconds)
             start = time.perf_counter()
             copy[:] = source
@@ -192,7 +192,7 @@ class Pair:
             memcpy_gb_per_s=nbytes / median(plain) / 1e9,
         )
 
-    def _hand_over(self, pages: tuple[int, ...]) -> float:
+    def hand_over(self, pages: tuple[int, ...]) -> float:
         """Seconds from the first byte sent to the last byte landed."""
         self._serial += 1
         attempt = AttemptId(self._peer.incarnation, RequestId(0, self._serial), 0)

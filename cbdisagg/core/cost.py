@@ -1,10 +1,11 @@
 """What a step and a transfer cost, as formulas with few coefficients: for predictions, for simulation, for pictures.
 
-    T(step) = h + h_mix [prefill and decode in one step] + L(m) + a sum((p + c)^2 - p^2) + d sum(ctx)
+    T(step) = h + h_mix [prefill and decode in one step] + L(m) + a sum((p + c)^2 - p^2) + d sum(ctx) + s n
 
 m is the number of tokens in the step; p the tokens of a prompt computed before its chunk of c; ctx the context of a
-sequence that decodes. L is piecewise linear through measured points: flat while the weights' stream from memory bounds
-it, then proportional to m. A transfer of n descriptors takes t0 + n t_d + bytes / B. All in seconds, tokens and bytes.
+sequence that decodes; n the number of those, each of which has a row of logits and a draw. L is piecewise linear
+through measured points: flat while the weights' stream from memory bounds it, then proportional to m. A transfer of r
+descriptors takes t0 + r t_d + bytes / B. All in seconds, tokens and bytes.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ class CostModel(Struct, frozen=True):
     t0: float
     t_d: float
     B: float
+    s: float = 0.0
 
     def step_s(self, work: Iterable[Work]) -> float:
         """One step; 0 for one without work."""
-        tokens, squares, context = 0, 0, 0
-        prefills = decodes = False
+        tokens, squares, context, decodes = 0, 0, 0, 0
+        prefills = False
         for start, count, is_decode in work:
             tokens += count
             if is_decode:
-                decodes = True
+                decodes += 1
                 context += start + count
             else:
                 prefills = True
@@ -51,7 +53,7 @@ class CostModel(Struct, frozen=True):
         if not tokens:
             return 0.0
         mixed = self.h_mix if prefills and decodes else 0.0
-        return self.h + mixed + self.linear_s(tokens) + self.a * squares + self.d * context
+        return self.h + mixed + self.linear_s(tokens) + self.a * squares + self.d * context + self.s * decodes
 
     def linear_s(self, tokens: int) -> float:
         """L(m): beyond the last point its last slope goes on, before the first it is flat."""

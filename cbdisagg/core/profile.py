@@ -37,7 +37,7 @@ class Error(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
-    """`h` to `B` are those of `CostModel`, in seconds, tokens and bytes.
+    """`h` to `B`, and `s`, are those of `CostModel`, in seconds, tokens and bytes.
 
     `transfer`: whether pages are copied within the step that computes them ("shm") or travel beside it, layer by layer
     ("zmq"). `beside_step`, `beside_push`: by what part a step is slowed for each other step, and each push in flight,
@@ -58,6 +58,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     dtype: str
     machine: str
+    s: float = 0.0
     threads: int = 0
     transfer: Literal["shm", "zmq"] = "zmq"
     beside_step: float = 0.0
@@ -69,7 +70,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cost(self) -> CostModel:
-        return CostModel(self.h, self.h_mix, self.L, self.a, self.d, self.t0, self.t_d, self.B)
+        return CostModel(self.h, self.h_mix, self.L, self.a, self.d, self.t0, self.t_d, self.B, self.s)
 
 
 def parse_profile(data: bytes, source: str) -> Profile:
@@ -90,7 +91,8 @@ def format_profile(profile: Profile) -> bytes:
 
 def _problem(profile: Profile) -> str:
     numbers = {
-        name: getattr(profile, name) for name in ("h", "h_mix", "a", "d", "t0", "t_d", "beside_step", "beside_push")
+        name: getattr(profile, name)
+        for name in ("h", "h_mix", "a", "d", "s", "t0", "t_d", "beside_step", "beside_push")
     }
     for name, value in numbers.items():
         if not 0 <= value < math.inf:

@@ -1,0 +1,175 @@
+"""What this machine's steps and transfers cost: `cbdisagg profile`.
+
+Measures steps of the engine over batch, context and chunk (as `bench step` does), copies of KV pages between two
+processes, what two workers take from each other, and the host's share; fits the cost model, says how far off it is on
+steps that were not fitted, and writes the file that `serve` and `simulate` read.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from cbdisagg_bench.options import at_least
+from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
+from cbdisagg_bench.profile_host import measure_host
+from cbdisagg_bench.profile_neighbour import Neighbour
+from cbdisagg_bench.profile_steps import Range, Stepper, decode, prefill, sweep, unseen
+from cbdisagg_bench.transfer import LAYERS, PAGE_BYTES, Pair
+from msgspec.structs import replace
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from cbdisagg.config import Config
+from cbdisagg.core.profile import Profile, format_profile
+from cbdisagg.load import load_config
+from cbdisagg.prepare import prepare_model, served_name
+
+TRANSFER_PAGES = (1, 4, 16, 64)
+"""Pages of the copies that are timed, once in a run and once scattered."""
+NEIGHBOUR_ROUNDS = 10
+
+
+def profile(
+    config: Annotated[Path | None, typer.Option(help="TOML file: the model, its dtype, pages and batches.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("profile.json"),
+    threads: Annotated[
+        int, typer.Option(callback=at_least(0), help="Threads of the worker; 0: the cores divided by the workers.")
+    ] = 0,
+    rounds: Annotated[int, typer.Option(callback=at_least(1), help="Times that each step is measured.")] = 3,
+    checks: Annotated[int, typer.Option(callback=at_least(4), help="Steps that the fit is held against.")] = 48,
+    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of those steps, and of ids and pages.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
+) -> None:
+    """Measure what steps and transfers cost here, and write a profile.
+
+    Example: cbdisagg profile --config configs/1p1d.toml --out profile.json
+    """
+    settings = load_config(config, set_ or [])
+    cores = len(os.sched_getaffinity(0))
+    threads = threads or max(1, cores // sum(group.count for group in settings.workers))
+    with _progress() as bar:
+        folder = prepare_model(settings.model, lambda stage, fraction: None)
+        found = measure(settings, folder, threads, rounds, checks, seed, bar)
+    out.write_bytes(format_profile(found))
+    if as_json:
+        print(format_profile(found).decode(), end="")
+        return
+    Console().print(table(found))
+    Console().print(
+        f"Written to {out}. To use it: [profile] path, or cbdisagg simulate --profile {out}", soft_wrap=True
+    )
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description:>28}"), BarColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def measure(
+    settings: Config, folder: Path, threads: int, rounds: int, checks: int, seed: int, bar: Progress
+) -> Profile:
+    """All of it; a minute or two."""
+    reach = Range(min(64, settings.scheduler.max_batch), settings.scheduler.token_budget, 2048)
+    fitted, held = sweep(reach), unseen(reach, checks, seed)
+    loading = bar.add_task("loading the model", total=None)
+    stepper = Stepper(folder, settings.model.dtype, threads, settings.kv.page_size, [*fitted, *held], seed)
+    bar.remove_task(loading)
+    for cases, what in ((fitted, "steps to fit"), (held, "steps to check")):
+        for _ in bar.track(stepper.measure(cases, rounds), total=rounds * len(cases), description=what):
+            pass
+    steps = fit_steps(fitted)
+    t0, t_d, speed = fit_transfers(_time_transfers(bar))
+    info = stepper.info
+    found = Profile(
+        **{name: _rounded(value) for name, value in asdict(steps).items() if name != "L"},
+        L=tuple((tokens, _rounded(seconds)) for tokens, seconds in steps.L),
+        t0=_rounded(t0),
+        t_d=_rounded(t_d),
+        B=_rounded(speed),
+        layers=info.layers,
+        kv_bytes=info.layers * info.page_bytes(settings.kv.page_size) // settings.kv.page_size,
+        context=info.context,
+        model=served_name(settings.model),
+        dtype=settings.model.dtype,
+        machine=f"{platform.machine()}, {_processor()}, {os.cpu_count()} cpus",
+        threads=threads,
+        transfer="shm",
+        beside_step=_rounded(_time_neighbour(stepper, folder, settings, threads, bar)),
+        host=measure_host(settings),
+        versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
+    )
+    return replace(found, errors=errors(found.cost, held))
+
+
+def _time_transfers(bar: Progress) -> list[tuple[int, int, float]]:
+    """(bytes, descriptors, seconds): what a copy costs the thread that computes."""
+    timed = []
+    with Pair("shm", 2 * max(TRANSFER_PAGES)) as pair:
+        for count in bar.track(TRANSFER_PAGES, description="transfers"):
+            for apart in (1, 2):
+                pages = tuple(range(0, apart * count, apart))
+                pair.hand_over(pages)
+                seconds = [pair.hand_over(pages) for _ in range(20)]
+                timed.append((count * LAYERS * PAGE_BYTES, 1 if apart == 1 else count, float(np.median(seconds))))
+    return timed
+
+
+def _time_neighbour(stepper: Stepper, folder: Path, settings: Config, threads: int, bar: Progress) -> float:
+    """By what part steps are slowed by another worker's; 0 if there are no cores for a second one."""
+    if 2 * threads > len(os.sched_getaffinity(0)):
+        return 0.0
+    task = bar.add_task("a worker beside", total=NEIGHBOUR_ROUNDS)
+    alone, beside = ([decode([512] * 8), prefill(0, 256)] for _ in range(2))
+    with Neighbour(folder, settings.model.dtype, threads, settings.kv.page_size) as neighbour:
+        for _ in range(NEIGHBOUR_ROUNDS):
+            for cases, switch in ((alone, neighbour.idle), (beside, neighbour.busy)):
+                switch()
+                for _ in stepper.measure(cases, 1):
+                    pass
+            bar.advance(task)
+    slower = [after.median / before.median - 1 for before, after in zip(alone, beside, strict=True)]
+    return max(0.0, sum(slower) / len(slower))
+
+
+def _rounded(value: float) -> float:
+    """Six digits: more would be noise."""
+    return float(f"{value:.6g}")
+
+
+def _processor() -> str:
+    """As the kernel calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def table(found: Profile) -> Table:
+    """The error of each region on steps that were not fitted; fits 80 columns."""
+    title = f"{found.model}, {found.dtype}, {found.threads} threads: prediction error"
+    caption = (
+        f"pages move at {found.B / 1e9:.1f} GB/s after {1e3 * found.t0:.2f} ms; "
+        f"a step is {found.beside_step:.0%} slower beside another; "
+        f"the host adds {1e3 * found.host.step_s:.2f} ms a step"
+    )
+    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    for name in ("region", "median", "p90", "steps"):
+        shown.add_column(name, justify="left" if name == "region" else "right")
+    for region, error in found.errors.items():
+        shown.add_row(region, f"{error.median:.1%}", f"{error.p90:.1%}", str(error.steps))
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(profile)

@@ -1,0 +1,153 @@
+"""Steps of the engine, timed one by one: which ones `cbdisagg profile` measures, and how.
+
+Knows the runner and plans, as a worker gives them; neither scheduler nor messages. Every sequence of a step is admitted
+anew before it, so that a step can be repeated; the time is the runner's own, of the plan with the slices alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from cbdisagg.core.cost import Work
+from cbdisagg.engine.build import ModelInfo, build_runner, describe
+from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
+
+REGIONS = ("decode small", "decode large", "prefill", "mixed")
+SMALL_BATCH = 8
+_GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
+
+
+@dataclass(slots=True)
+class Case:
+    """One kind of step, and how long it took each time."""
+
+    work: tuple[Work, ...]
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def region(self) -> str:
+        decodes = sum(part.decodes for part in self.work)
+        if decodes == 0:
+            return "prefill"
+        if decodes < len(self.work):
+            return "mixed"
+        return "decode small" if decodes <= SMALL_BATCH else "decode large"
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """How far the steps go: sequences that decode at once, tokens of a chunk, tokens of a context."""
+
+    batch: int
+    chunk: int
+    context: int
+
+
+def sweep(reach: Range) -> list[Case]:
+    """The steps to fit: each size alone, over all lengths, and chunks beside decodes."""
+    batches = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= reach.batch]
+    chunks = [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048) if n <= reach.chunk]
+    contexts = [n for n in (64, 256, 1024, 4096) if n <= reach.context // 2]
+    cases = [decode([context] * batch) for batch in batches for context in contexts]
+    cases += [prefill(start, chunk) for chunk in chunks for start in (0, *contexts[1:])]
+    beside = sorted({batches[0], batches[len(batches) // 2], batches[-1]})
+    cases += [
+        Case((*decode([contexts[-1] // 2] * batch).work, *prefill(start, chunk).work))
+        for batch in beside
+        for chunk in chunks[::2]
+        for start in (0, contexts[-1] // 2)
+    ]
+    return cases
+
+
+def unseen(reach: Range, count: int, seed: int) -> list[Case]:
+    """Steps that are not fitted: any mixture of lengths, of each region in turn."""
+    draw = random.Random(seed)
+    cases = []
+    for n in range(count):
+        region = REGIONS[n % len(REGIONS)]
+        few, many = draw.randint(1, SMALL_BATCH), draw.randint(min(SMALL_BATCH + 1, reach.batch), reach.batch)
+        batch = {"decode small": few, "decode large": many, "prefill": 0, "mixed": draw.choice((few, many))}[region]
+        work = list(decode([draw.randint(16, reach.context // 2) for _ in range(batch)]).work)
+        if region in ("prefill", "mixed"):
+            prompts = draw.randint(1, 2)
+            for _ in range(prompts):
+                chunk = draw.randint(16, reach.chunk // prompts)
+                work += prefill(draw.choice((0, draw.randint(1, reach.context // 2))), chunk).work
+        cases.append(Case(tuple(work)))
+    return cases
+
+
+def decode(contexts: Sequence[int]) -> Case:
+    return Case(tuple(Work(context - 1, 1, True) for context in contexts))
+
+
+def prefill(start: int, chunk: int) -> Case:
+    return Case((Work(start, chunk, False),))
+
+
+class Stepper:
+    """The model in this process, with a pool that holds the largest of the `cases`, full of small random numbers."""
+
+    def __init__(
+        self, folder: Path, dtype: str, threads: int, page_size: int, cases: Sequence[Case], seed: int
+    ) -> None:
+        self.info: ModelInfo = describe(folder, dtype)
+        self._page_size = page_size
+        self._random = np.random.default_rng(seed)
+        pages = max(sum(self._pages_for(part) for part in case.work) for case in cases)
+        longest = max(part.start + part.tokens for case in cases for part in case.work) + 1
+        torch.manual_seed(seed)
+        kind = getattr(torch, dtype)
+        page_bytes = self.info.page_bytes(page_size)
+        content = torch.empty(self.info.layers, pages, page_bytes // kind.itemsize, dtype=kind).normal_()
+        memory = content.view(torch.uint8).numpy()
+        self._runner = build_runner(folder, dtype, memory, page_size, longest, threads)
+        self._pages = self._random.permutation(pages).tolist()
+        self._plans = 0
+        self._held: tuple[int, ...] = ()
+
+    def measure(self, cases: Sequence[Case], rounds: int) -> Iterator[Case]:
+        """Each case once in every round, so that a slow spell of the machine falls on all; yields as it goes.
+
+        What has just been loaded, or not been used for long, is slow: the first step of all is not counted.
+        """
+        self._run(cases[0].work)
+        for _ in range(rounds):
+            for case in cases:
+                case.seconds.append(self._run(case.work))
+                yield case
+
+    def _pages_for(self, part: Work) -> int:
+        return -(-(part.start + part.tokens + 1) // self._page_size)
+
+    def _run(self, work: Sequence[Work]) -> float:
+        admits, left = [], list(self._pages)
+        for slot, part in enumerate(work):
+            needed = self._pages_for(part)
+            pages, left = tuple(left[:needed]), left[needed:]
+            ids = self._random.integers(0, self.info.vocab, part.start + part.tokens)
+            admits.append(Admit(slot, pack(ids.tolist()), b"", pages, _GREEDY))
+        self._plan(release=self._held, admit=tuple(admits))
+        self._held = tuple(range(len(work)))
+        return self._plan(slices=tuple(Slice(n, part.start, part.tokens, 1) for n, part in enumerate(work)))
+
+    def _plan(
+        self, release: tuple[int, ...] = (), admit: tuple[Admit, ...] = (), slices: tuple[Slice, ...] = ()
+    ) -> float:
+        self._plans += 1
+        return self._runner.run(StepPlan(self._plans, release, admit, (), slices), _no_push).seconds
+
+
+def _no_push(layer: int, push: Push) -> None:
+    raise AssertionError("no slice of a profile pushes")
