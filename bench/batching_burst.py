@@ -1,0 +1,165 @@
+"""All requests at once into one worker: the production core and a runner, driven step by step, by any clock.
+
+Knows events and plans; a runner prices them or computes them, and says how long that took. Nothing here decides
+anything, and with no targets the core does not either by looking at times: so the steps are the same by every clock.
+Life of a run: all requests are handed in while no plan may be made -> steps until nothing is left -> what came of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cbdisagg_bench.batching_lengths import Request
+from cbdisagg_bench.trace import Trace, mean_batch
+
+from cbdisagg.config import Config
+from cbdisagg.core.cost import CostModel, Work
+from cbdisagg.core.effects import Effect, RunStep, Tell
+from cbdisagg.core.events import FromWorkerInbox, StepDone, Tick, WorkerEvent
+from cbdisagg.core.worker import WorkerCore
+from cbdisagg.engine.base import PushLayer, Runner
+from cbdisagg.messages import (
+    Address,
+    Generate,
+    Members,
+    PoolInfo,
+    Push,
+    RequestId,
+    Route,
+    Sampled,
+    Sampling,
+    StepPlan,
+    StepResult,
+    Submit,
+    Targets,
+    Tokens,
+    WorkerInfo,
+    pack,
+)
+
+ME, API, COORDINATOR = Address("any-0", 1, ""), Address("bench", 2, ""), Address("coordinator", 3, "")
+NO_PLANS = -1
+"""Plans that may be ahead of none: the core waits, so that a burst is there as a whole when the first step is made."""
+DETAIL = 64
+"""Steps whose cells are kept for pictures."""
+
+
+@dataclass(slots=True)
+class Burst:
+    """`seconds` by the clock of the run; `outputs` by request. `returned`: every page is free at the end."""
+
+    seconds: float
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int
+    returned: bool
+    trace: Trace
+    outputs: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The article's metric: prompt and output tokens by the seconds of all."""
+        return (self.prompt_tokens + self.output_tokens) / self.seconds
+
+    @property
+    def mean_batch(self) -> float:
+        return mean_batch(self.trace.steps)
+
+
+class PricedRunner:
+    """Instead of a model: every token is 1, a step takes what the cost model says."""
+
+    layers = 1
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+
+    def run(self, plan: StepPlan, push: PushLayer) -> StepResult:
+        seconds = self.cost.step_s(Work(s.start, s.count, s.count == 1 and s.start > 0) for s in plan.slices)
+        return StepResult(plan.number, tuple(_DRAWN if s.draws else _NOTHING for s in plan.slices), seconds)
+
+
+_DRAWN, _NOTHING = Sampled((1,)), Sampled(())
+
+
+def run_burst(
+    config: Config,
+    requests: Sequence[Request],
+    runner: Runner,
+    *,
+    wall: bool,
+    detail: int = DETAIL,
+    progress: Callable[[int], None] | None = None,
+) -> Burst:
+    """Until every request has ended. `wall`: by the machine's clock, the core's own time included; else by the runner's.
+
+    `progress` is told, after each step, how many requests have ended by then.
+    """
+    core = WorkerCore(worker_info(config), config, plans_ahead=NO_PLANS)
+    trace = Trace.of(core, detail)
+    outputs: dict[int, list[int]] = {n: [] for n in range(len(requests))}
+    _hand_in(core, requests)
+    core.plans_ahead = 0
+    began, now, event, ended = time.perf_counter(), 0.0, Tick(), 0
+    while True:
+        effects = _handle(core, event, now, trace)
+        ended += _collect(effects, outputs)
+        plan = next((effect.plan for effect in effects if isinstance(effect, RunStep)), None)
+        if progress is not None:
+            progress(ended)
+        if plan is None:
+            break
+        result = runner.run(plan, _no_push)
+        now = time.perf_counter() - began if wall else now + result.seconds
+        event = StepDone(result)
+    return Burst(
+        seconds=now,
+        steps=len(trace.steps),
+        prompt_tokens=sum(len(request.prompt) for request in requests),
+        output_tokens=sum(map(len, outputs.values())),
+        preemptions=core.reporter.preemptions,
+        returned=core.pages.available() == core.pages.total and ended == len(requests),
+        trace=trace,
+        outputs=list(outputs.values()),
+    )
+
+
+def worker_info(config: Config) -> WorkerInfo:
+    """A worker that hands nothing over, with the pool and the lengths of the config."""
+    pool = PoolInfo(0, 0, "", 0, 0, layers=1, pages=config.kv.pages, page_bytes=1, data_endpoint="")
+    return WorkerInfo(
+        ME, "any", "bench", "bench", pool, config.kv.page_size, config.scheduler.max_batch, config.model.max_len
+    )
+
+
+def _hand_in(core: WorkerCore, requests: Sequence[Request]) -> None:
+    core.handle(FromWorkerInbox(COORDINATOR, Members(0, (API,), (core.info,), (), ())), 0.0)
+    targets = Targets(core.config.targets.ttft_ms / 1e3, core.config.targets.tpot_ms / 1e3)
+    for n, request in enumerate(requests):
+        sampling = Sampling(max_tokens=request.output, temperature=0.0)
+        spec = Generate(RequestId(API.incarnation, n), 0, pack(request.prompt), b"", b"", b"", sampling, targets, 0.0)
+        core.handle(FromWorkerInbox(COORDINATOR, Submit(spec, Route(ME, ME), 0)), 0.0)
+
+
+def _handle(core: WorkerCore, event: WorkerEvent, now: float, trace: Trace) -> list[Effect]:
+    effects = core.handle(event, now)
+    trace.observe(core, now, event, effects)
+    return effects
+
+
+def _collect(effects: Sequence[Effect], outputs: dict[int, list[int]]) -> int:
+    """What clients are told; how many requests ended with it."""
+    ended = 0
+    for effect in effects:
+        if isinstance(effect, Tell) and isinstance(effect.message, Tokens):
+            for run in effect.message.runs:
+                outputs[run.id.n] += run.ids
+                ended += run.finish is not None
+    return ended
+
+
+def _no_push(layer: int, push: Push) -> None:
+    raise AssertionError("a burst has one worker: nothing is pushed")
