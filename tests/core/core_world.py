@@ -213,7 +213,7 @@ class WorkerActor(Actor):
         self.pool = [[0] * setting.page_size for _ in range(setting.pages)]
         self.slots: dict[int, FakeSlot] = {}
         self.plans: deque[StepPlan] = deque()
-        self.done: deque[PushDone] = deque()
+        self.done: deque[Push] = deque()  # the copies of a step
         self.connects: deque[WorkerInfo] = deque()
         self.verifies: deque[Verify] = deque()
         self.expected: dict[AttemptId, tuple[int, set[int]]] = {}
@@ -311,17 +311,21 @@ class WorkerActor(Actor):
         return Sampled((token,), told, scores)
 
     def _push(self, push: Push) -> None:
-        content = {there: list(self.pool[here]) for here, there in zip(push.source, push.target, strict=True)}
-        kind = self.world.kind(self.address, push.to)
-        data = Data(push.attempt, content)
-        if kind in RECEIVER_PLACED:
-            self.world.send_data(self.address, push.to, data)
-        else:
-            self.world.place(push.to, data)
-        self.done.append(PushDone(push.serial, kind, 64 * len(content), 0.001))
+        """Shared memory is written within the step. Where the receiver places them, pages are read until PushDone."""
+        if self.world.kind(self.address, push.to) not in RECEIVER_PLACED:
+            self.world.place(push.to, self._content(push))
+        self.done.append(push)
 
     def push_done(self) -> None:
-        self._feed(self.done.popleft())
+        push = self.done.popleft()
+        kind = self.world.kind(self.address, push.to)
+        if kind in RECEIVER_PLACED:
+            self.world.send_data(self.address, push.to, self._content(push))
+        self._feed(PushDone(push.serial, kind, 64 * len(push.source), 0.001))
+
+    def _content(self, push: Push) -> Data:
+        pages = zip(push.source, push.target, strict=True)
+        return Data(push.attempt, {there: list(self.pool[here]) for here, there in pages})
 
     def checksum(self, page: int) -> bytes:
         return zlib.crc32(repr(self.pool[page]).encode()).to_bytes(4, "little")

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import is_dataclass
 from enum import Enum
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -44,58 +45,70 @@ SHARED = (int, str, bytes, float, bool, type(None), Enum, msgspec.Struct, Functi
 def copy(value: Any, memo: Memo) -> Any:
     """A copy of all that can change. `memo` maps ids to copies made before, or to what stands for an object."""
     kind = type(value)
+    if kind in _shared:
+        return value
     copier = _copiers.get(kind)
     if copier is None:
-        copier = _copiers[kind] = _copier(kind)
+        copier = _copier(kind)
+        if copier is None:
+            _shared.add(kind)
+            return value
+        _copiers[kind] = copier
     return copier(value, memo)
 
 
-def _copier(kind: type) -> Callable[[Any, Memo], Any]:
+def _copier(kind: type) -> Callable[[Any, Memo], Any] | None:
+    """None for what copies may share."""
     if issubclass(kind, SHARED) or (is_dataclass(kind) and kind.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-        return lambda value, memo: value
-    for known, copier in (
-        (tuple, _copy_tuple),
-        (array, lambda value, memo: value[:]),
-        (set, lambda value, memo: set(value)),
-        (dict, _copy_dict),
-        (list, _copy_items),
-        (deque, _copy_items),
-        (MethodType, lambda value, memo: MethodType(value.__func__, copy(value.__self__, memo))),
-    ):
+        return None
+    for known, copier in COPIERS:
         if issubclass(kind, known):
             return copier
     return _copy_object
 
 
 def _copy_tuple(value: Any, memo: Memo) -> Any:
-    copied = [copy(item, memo) for item in value]
-    if all(new is old for new, old in zip(copied, value, strict=True)):
-        return value
-    return tuple(copied)
+    copied = [item if type(item) in _shared else copy(item, memo) for item in value]
+    return value if all(map(is_, copied, value)) else tuple(copied)
 
 
 def _copy_items(value: Any, memo: Memo) -> Any:
-    if id(value) not in memo:
-        memo[id(value)] = type(value)(copy(item, memo) for item in value)
-    return memo[id(value)]
+    new = memo.get(id(value))
+    if new is None:
+        new = memo[id(value)] = type(value)([item if type(item) in _shared else copy(item, memo) for item in value])
+    return new
 
 
 def _copy_dict(value: Any, memo: Memo) -> Any:
-    if id(value) not in memo:
-        new = memo[id(value)] = type(value)()
+    new = memo.get(id(value))
+    if new is None:
+        new = memo[id(value)] = value.copy()
         for key, item in value.items():
-            new[key] = copy(item, memo)
-    return memo[id(value)]
+            if type(item) not in _shared:
+                new[key] = copy(item, memo)
+    return new
 
 
 def _copy_object(value: Any, memo: Memo) -> Any:
-    if id(value) not in memo:
+    new = memo.get(id(value))
+    if new is None:
         new = memo[id(value)] = object.__new__(type(value))
         for name in _fields(value):
-            setattr(new, name, copy(getattr(value, name), memo))
-    return memo[id(value)]
+            item = getattr(value, name)
+            setattr(new, name, item if type(item) in _shared else copy(item, memo))
+    return new
 
 
+COPIERS: tuple[tuple[type, Callable[[Any, Memo], Any]], ...] = (
+    (tuple, _copy_tuple),
+    (array, lambda value, memo: value[:]),
+    (set, lambda value, memo: value.copy()),
+    (dict, _copy_dict),
+    (list, _copy_items),
+    (deque, _copy_items),
+    (MethodType, lambda value, memo: MethodType(value.__func__, copy(value.__self__, memo))),
+)
+_shared: set[type] = set()  # found so far
 _copiers: dict[type, Callable[[Any, Memo], Any]] = {}
 
 
@@ -133,25 +146,17 @@ class Picture:
     def of(self, value: Any) -> Hashable:
         kind = type(value)
         if kind in PLAIN:
-            return value
-        special = _special.get(kind)
-        if special is not None:
-            return special(self, value)
-        if isinstance(value, Exception):
-            return str(value)
-        if isinstance(value, msgspec.Struct):
-            return (kind.__name__, msgspec.msgpack.encode(value))
-        if isinstance(value, dict):
-            return tuple((self.of(key), self.of(item)) for key, item in value.items())
-        if isinstance(value, set):
-            return tuple(sorted(value))
-        if isinstance(value, (tuple, list, deque)):
-            return tuple(self.of(item) for item in value)
-        if isinstance(value, Enum):
-            return value.value
-        if isinstance(value, array):
-            return value.tobytes()
-        return self._object(value)
+            return value  # type: ignore[no-any-return]
+        drawn = _drawn.get(kind)
+        if drawn is None:
+            drawn = _drawn[kind] = next((how for known, how in BY_KIND if issubclass(kind, known)), Picture._object)
+        return drawn(self, value)
+
+    def _items(self, values: Iterable[Any]) -> Hashable:
+        return tuple([value if type(value) in PLAIN else self.of(value) for value in values])
+
+    def _dict(self, value: dict[Any, Any]) -> Hashable:
+        return (self._items(value), self._items(value.values()))
 
     def _object(self, value: Any) -> Hashable:
         number = self._seen.get(id(value))
@@ -159,7 +164,7 @@ class Picture:
             return ("seen", number)
         self._seen[id(value)] = len(self._seen)
         omitted = OMITTED.get(type(value), frozenset())
-        return (type(value).__name__, *(self.of(getattr(value, n)) for n in _fields(value) if n not in omitted))
+        return self._items([getattr(value, name) for name in _fields(value) if name not in omitted])
 
     # Kinds whose numbers only name, or say what is known otherwise.
 
@@ -217,7 +222,7 @@ class Picture:
 
 
 PLAIN = frozenset({int, str, bytes, float, bool, type(None)})
-_special: dict[type, Callable[[Picture, Any], Hashable]] = {
+_drawn: dict[type, Callable[[Picture, Any], Hashable]] = {
     Request: Picture._request,
     Scheduler: Picture._scheduler,
     StepPlan: Picture._plan,
@@ -233,6 +238,18 @@ _special: dict[type, Callable[[Picture, Any], Hashable]] = {
     Counter: lambda picture, counts: None,
     OrderedDict: lambda picture, ordered: tuple(ordered),
 }
+"""How kinds are drawn; those not named as BY_KIND says, and by their fields otherwise."""
+BY_KIND: tuple[tuple[type, Callable[[Picture, Any], Hashable]], ...] = (
+    (Exception, lambda picture, error: str(error)),
+    (msgspec.Struct, lambda picture, struct: (type(struct).__name__, msgspec.msgpack.encode(struct))),
+    (dict, Picture._dict),
+    (set, lambda picture, values: tuple(sorted(values))),
+    (tuple, Picture._items),
+    (list, Picture._items),
+    (deque, Picture._items),
+    (Enum, lambda picture, member: member.value),
+    (array, lambda picture, numbers: numbers.tobytes()),
+)
 
 
 def picture(actor: WorkerActor | CoordinatorActor | ApiActor) -> Hashable:
