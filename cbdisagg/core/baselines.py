@@ -163,6 +163,7 @@ class StaticBatch:
 def _filler(member: Request, tokens: int, pages: list[Page]) -> Request:
     """`tokens` zeros, and one more that is never computed. It has ended before it begins: its results are dropped."""
     spec = replace(member.spec, prompt=bytes(4 * (tokens + 1)), output=b"", hashes=b"")
+    key = -member.key  # no other request has it: theirs count from 1
     return Request(
-        member.key, spec, member.route, member.arrival, member.page_size, tokens + 1, state=State.ENDED, pages=pages
+        key, spec, member.route, member.arrival, member.page_size, tokens + 1, state=State.ENDED, pages=pages
     )
