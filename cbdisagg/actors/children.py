@@ -24,7 +24,7 @@ from cbdisagg.messages import Address
 Command: TypeAlias = Callable[[Start, Path], Sequence[str]]
 """(start, its file) -> the command line of the child."""
 
-FIRST_DELAY_S, LAST_DELAY_S, HEALTHY_S = 0.1, 10.0, 60.0
+FIRST_DELAY_S, LAST_DELAY_S, HEALTHY_S = 0.1, 10.0, 10.0
 
 
 class Incarnations:
@@ -40,7 +40,7 @@ class Incarnations:
 
 @dataclass(slots=True)
 class BackOff:
-    """Doubles the delay between restarts, from FIRST_DELAY_S to LAST_DELAY_S; a minute of health starts it anew."""
+    """Doubles the delay between restarts, from FIRST_DELAY_S to LAST_DELAY_S; HEALTHY_S of life start it anew."""
 
     delay_s: float = FIRST_DELAY_S
 
