@@ -16,6 +16,7 @@ EMBEDDED_MODEL = "smollm2"
 class Model(Struct, frozen=True, forbid_unknown_fields=True):
     """`path`: a Hugging Face folder or a .gguf file; `name`: a hub id, or "smollm2", the embedded model.
 
+    `weights`: those of the products in `dtype` too, or rounded to int8 in groups of 64, which needs the C kernels.
     `max_len` is the longest prompt + output in tokens; 0 takes the model's own context, at most what the pool holds.
     """
 
@@ -23,6 +24,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""
     served_name: str = ""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    weights: Literal["same", "int8"] = "same"
     max_len: int = 0
 
 
