@@ -209,6 +209,18 @@ def bench_help(context: typer.Context) -> None:
         print(context.get_help())
 
 
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def profile(context: typer.Context) -> None:
+    """Measure what steps and transfers cost here, write a profile."""
+    _bench(context, "profile", "profile")
+
+
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def simulate(context: typer.Context) -> None:
+    """Run a workload on a service in virtual time."""
+    _bench(context, "simulate", "simulate")
+
+
 def _bench(context: typer.Context, module: str, function: str) -> None:
     """Run a function of cbdisagg_bench as a command of its own; it parses the arguments, `--help` among them."""
     command: Callable[..., object] = getattr(import_module(f"cbdisagg_bench.{module}"), function)
@@ -223,6 +235,12 @@ def _bench(context: typer.Context, module: str, function: str) -> None:
 def step(context: typer.Context) -> None:
     """Time decode and prefill steps of one worker."""
     _bench(context, "step", "step")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def kernels(context: typer.Context) -> None:
+    """Time matrix products against the machine's limits."""
+    _bench(context, "kernels", "kernels")
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)

@@ -144,6 +144,12 @@ class Cluster(Struct, frozen=True, forbid_unknown_fields=True):
     curve_keys: str = ""
 
 
+class ProfileFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """`path`: what steps cost on these workers, as `cbdisagg profile` has measured it; "": learnt while serving."""
+
+    path: str = ""
+
+
 class Debug(Struct, frozen=True, forbid_unknown_fields=True):
     """`invariants`: check the cores after every event. `journal`: a folder for one file of events per process."""
 
@@ -162,6 +168,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     http: Http = field(default_factory=Http)
     limits: Limits = field(default_factory=Limits)
     cluster: Cluster = field(default_factory=Cluster)
+    profile: ProfileFile = field(default_factory=ProfileFile)
     debug: Debug = field(default_factory=Debug)
 
 

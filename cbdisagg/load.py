@@ -340,6 +340,8 @@ def _file_problems(config: Config) -> Iterator[Problem]:
         missing = [name for name in CURVE_FILES if not os.access(folder / name, os.R_OK)]
         if missing:
             yield Problem("cluster.curve_keys", config.cluster.curve_keys, f"{missing[0]} in it cannot be read")
+    if config.profile.path and not os.access(Path(config.profile.path).expanduser(), os.R_OK):
+        yield Problem("profile.path", config.profile.path, "cannot be read; measure one with cbdisagg profile --out")
     journal = Path(config.debug.journal).expanduser()
     if config.debug.journal and journal.exists() and not journal.is_dir():
         yield Problem("debug.journal", config.debug.journal, "must be a folder; this is a file")

@@ -40,17 +40,20 @@ class Place:
 def places(config: Config, layout: Layout) -> list[Place]:
     """One for each worker of the config, named as serve names them."""
     total = sum(group.count for group in config.workers)
-    hosts = -(-total // (layout.per_host or total))
-    racks = -(-total // (layout.per_rack or total))
-    found: list[Place] = []
+    named: list[tuple[str, Role, float]] = []  # and how far into its group it is: neighbours are of all groups
     counts: dict[Role, int] = {}
     for group in config.workers:
         for n in range(group.count):
             index = counts.get(group.role, 0)
             counts[group.role] = index + 1
-            host = f"host-{n * hosts // group.count}"
-            found.append(Place(f"{group.role}-{index}", group.role, host, n * racks // group.count))
-    return found
+            named.append((f"{group.role}-{index}", group.role, (n + 0.5) / group.count))
+    seats = {name: seat for seat, (name, _, _) in enumerate(sorted(named, key=lambda worker: worker[2]))}
+    return [
+        Place(
+            name, role, f"host-{seats[name] // (layout.per_host or total)}", seats[name] // (layout.per_rack or total)
+        )
+        for name, role, _ in named
+    ]
 
 
 def pool_size(config: Config, profile: Profile) -> tuple[int, int]:

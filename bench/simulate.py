@@ -1,0 +1,212 @@
+"""A workload on a service that need not be there: `cbdisagg simulate CONFIG WORKLOAD`.
+
+The production cores under a virtual clock, with the costs of a profile. The workload is a file (our JSON lines, an
+Azure or a Mooncake trace, the journal of a live server's coordinator) or made up from a rate and lengths.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from cbdisagg_bench.options import at_least
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cbdisagg.actors.journal import JournalError, read_journal
+from cbdisagg.config import Config, ConfigError, Workers
+from cbdisagg.core.events import CoordinatorEvent
+from cbdisagg.core.profile import Profile, parse_profile
+from cbdisagg.load import load_config
+from cbdisagg.messages import Role
+from cbdisagg.sim.arrivals import make_workload, parse_lengths, rearrive, resample
+from cbdisagg.sim.clients import Record
+from cbdisagg.sim.faults import parse_faults
+from cbdisagg.sim.fleet import Layout
+from cbdisagg.sim.report import lines, report
+from cbdisagg.sim.simulation import Outcome, Stuck
+from cbdisagg.sim.simulation import simulate as run
+from cbdisagg.sim.traces import read_recorded, read_requests
+from cbdisagg.sim.workload import Ask
+
+MADE = "made"
+ROLES: dict[str, Role] = {"P": "prefill", "D": "decode", "A": "any"}
+
+
+def simulate(
+    config: Annotated[Path, typer.Argument(help="TOML file, as for serve.")],
+    workload: Annotated[Path, typer.Argument(help=f'Workload, trace or coordinator\'s journal; "{MADE}" makes one.')],
+    profile: Annotated[Path | None, typer.Option(help="What steps cost; else the config's [profile] path.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
+    workers: Annotated[str, typer.Option(help="In place of the config's, as 2P3D or 4A (any).")] = "",
+    requests: Annotated[
+        int, typer.Option(callback=at_least(0), help="How many; of a trace: as many with its lengths. 0: all of it.")
+    ] = 0,
+    rate: Annotated[
+        float, typer.Option(callback=at_least(0), help="Requests per second instead of the trace's times.")
+    ] = 0.0,
+    burst: Annotated[float, typer.Option(help="Variance of the gaps over Poisson's; above 1 in clumps.")] = 1.0,
+    concurrency: Annotated[
+        int, typer.Option(callback=at_least(0), help="Closed loop: so many clients, one request after the other.")
+    ] = 0,
+    prompts: Annotated[str, typer.Option(help="Lengths when made: 512, or exponential:512:4096.")] = "512",
+    outputs: Annotated[str, typer.Option(help="As prompts.")] = "exponential:128:1024",
+    faults: Annotated[Path | None, typer.Option(exists=True, help='Lines such as "12.5 kill decode-0".')] = None,
+    per_host: Annotated[int, typer.Option(callback=at_least(0), help="Workers that share one memory; 0: all.")] = 0,
+    per_rack: Annotated[
+        int, typer.Option(callback=at_least(0), help="Workers that can push pages to each other; 0: all.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of everything that is drawn.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the latencies and the use (matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run a workload on a service in virtual time and say what came of it.
+
+    Example: cbdisagg simulate configs/1p1d.toml made --profile profile.json --rate 2 --requests 200
+    """
+    try:
+        settings = load_config(config, set_ or [])
+        if workers:
+            settings = msgspec.structs.replace(settings, workers=_workers(workers))
+        costs = _profile(settings, profile)
+        asks = _asks(workload, requests, rate, burst, prompts, outputs, seed)
+        script = parse_faults(faults.read_text(encoding="utf-8"), str(faults)) if faults is not None else []
+        draw = _plotter(plot)
+        started = time.perf_counter()
+        with _progress(len(asks)) as ended:
+            outcome = run(
+                settings,
+                costs,
+                asks,
+                Layout(per_host, per_rack),
+                concurrency=concurrency,
+                faults=script,
+                ended=ended,
+            )
+        took_s = time.perf_counter() - started
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    except Stuck as error:
+        raise ConfigError(str(error)) from None
+    _tell(outcome, costs, took_s, seed, as_json)
+    draw(outcome)
+
+
+def _workers(text: str) -> tuple[Workers, ...]:
+    """ "2P3D" -> two that prefill and three that decode."""
+    groups, count = [], ""
+    for letter in text.upper():
+        if letter.isdigit():
+            count += letter
+        elif letter in ROLES and count and int(count):
+            groups.append(Workers(role=ROLES[letter], count=int(count)))
+            count = ""
+        else:
+            break
+    if not groups or count or "".join(f"{group.count}{_letter(group.role)}" for group in groups) != text.upper():
+        raise typer.BadParameter(f"{text!r}: write numbers and letters, as 2P3D or 4A", param_hint="'--workers'")
+    return tuple(groups)
+
+
+def _letter(role: Role) -> str:
+    return next(letter for letter, named in ROLES.items() if named == role)
+
+
+def _profile(config: Config, given: Path | None) -> Profile:
+    path = given or (Path(config.profile.path).expanduser() if config.profile.path else None)
+    if path is None:
+        raise typer.BadParameter(
+            "name one, as configs/profiles/h200-llama3.1-8b.json, or measure this machine: cbdisagg profile",
+            param_hint="'--profile'",
+        )
+    return parse_profile(path.read_bytes(), str(path))
+
+
+def _asks(source: Path, count: int, rate: float, burst: float, prompts: str, outputs: str, seed: int) -> list[Ask]:
+    if not burst > 0:
+        raise typer.BadParameter(f"{burst} is not above 0", param_hint="'--burst'")
+    if str(source) == MADE:
+        try:
+            return make_workload(count or 100, rate, parse_lengths(prompts), parse_lengths(outputs), seed, burst)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
+    asks = _recorded(source) if source.suffix == ".journal" else read_requests(source.read_bytes(), str(source))
+    if count > len(asks) and not rate:
+        raise typer.BadParameter(
+            f"{source} has {len(asks)} requests; for more, give --rate too: they are then drawn from its lengths",
+            param_hint="'--requests'",
+        )
+    if count:
+        asks = asks[:count] if count <= len(asks) else resample(asks, count, seed)
+    return rearrive(asks, rate, seed, burst) if rate else asks
+
+
+def _recorded(source: Path) -> list[Ask]:
+    """What a live server's coordinator was asked."""
+    try:
+        header, records = read_journal(source)
+        if header.worker is not None:
+            raise ConfigError(f"{source} is the journal of {header.address.name}; take the coordinator's")
+        return read_recorded(_events(records), str(source))
+    except JournalError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _events(records: Iterable[tuple[int, float, str, object, int | None]]) -> Iterable[tuple[float, CoordinatorEvent]]:
+    for _, now, _, event, _ in records:
+        yield now, event  # type: ignore[misc]  # a coordinator's journal holds a coordinator's events
+
+
+def _plotter(path: Path | None) -> Callable[[Outcome], None]:
+    """Refused before anything runs if it cannot be drawn."""
+    if path is None:
+        return lambda outcome: None
+    try:
+        from cbdisagg_bench.simulate_plot import draw
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"{error.name} is needed: pip install 'cbdisagg[bench]'", param_hint="'--plot'"
+        ) from None
+    if path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"{path}: the name must end in .png or .svg", param_hint="'--plot'")
+    return lambda outcome: draw(outcome, path)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[Record], None]]:
+    """A bar on stderr; the context gives what is to be called at each end of a request."""
+    columns = (TextColumn("{task.description:>20}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulated requests", total=total)
+        yield lambda record: bar.advance(task)
+
+
+def _tell(outcome: Outcome, costs: Profile, took_s: float, seed: int, as_json: bool) -> None:
+    told = report(outcome)
+    tokens = told.prompt_tokens + told.generated_tokens
+    if as_json:
+        head = {
+            "command": " ".join(["cbdisagg", *sys.argv[1:]]),
+            "seed": seed,
+            "profile": {"model": costs.model, "machine": costs.machine, "dtype": costs.dtype},
+            "versions": {"python": platform.python_version()},
+            "took_s": took_s,
+            "events": outcome.events,
+            "us_per_token": 1e6 * took_s / max(1, tokens),
+        }
+        print(msgspec.json.format(msgspec.json.encode({**head, **msgspec.structs.asdict(told)}), indent=1).decode())
+        return
+    print("\n".join(lines(told)))
+    speed = f"{took_s:.1f} s, {1e6 * took_s / max(1, tokens):.2f} us a token"
+    print(f"\n{costs.model} on {costs.machine}; simulated in {speed}")
+
+
+if __name__ == "__main__":
+    typer.run(simulate)

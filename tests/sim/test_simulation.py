@@ -1,0 +1,232 @@
+"""Whole runs: times that can be worked out by hand, determinism, and that nothing is lost whatever happens."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim_world import config, costs
+
+from cbdisagg.core.invariants import check_coordinator, check_worker
+from cbdisagg.core.profile import Host
+from cbdisagg.core.worker import WorkerCore
+from cbdisagg.messages import Role
+from cbdisagg.sim.arrivals import Lengths, make_workload
+from cbdisagg.sim.faults import Fault
+from cbdisagg.sim.fleet import Layout
+from cbdisagg.sim.machine import Machine
+from cbdisagg.sim.simulation import Outcome, Stuck, simulate
+from cbdisagg.sim.workload import Ask
+
+INSTANT = Layout(near_s=0.0, far_s=0.0)
+
+
+class Watcher:
+    """Sees every event: their digest, and at the end the cores of those that lived."""
+
+    def __init__(self, check: bool = False) -> None:
+        self.digest = 0
+        self.workers: dict[int, WorkerCore] = {}
+        self._check = check
+
+    def __call__(self, process: Any, now: float, event: Any, effects: Any) -> None:
+        seen = msgspec.msgpack.encode((process.address, now, event, effects))
+        self.digest = zlib.crc32(seen, self.digest)
+        if isinstance(process, Machine):
+            self.workers[process.address.incarnation] = process.core
+            if self._check:
+                check_worker(process.core)
+        elif self._check:
+            check_coordinator(process.core)
+
+
+def some(count: int, rate: float = 20.0, seed: int = 1) -> list[Ask]:
+    return make_workload(count, rate, Lengths(100, "exponential", 600), Lengths(20, "exponential", 80), seed)
+
+
+def check_all_there(outcome: Outcome, asks: list[Ask]) -> None:
+    """Every request has ended once, with each of its tokens, in order of time."""
+    assert [record.ask for record in outcome.records] == asks
+    for record in outcome.records:
+        assert record.status == "done" and record.tokens == record.ask.output_tokens
+        assert record.arrival <= record.first <= record.last
+    assert len(outcome.gaps) == sum(ask.output_tokens - 1 for ask in asks)
+    assert min(outcome.gaps, default=0.0) >= 0.0
+
+
+# ------------------------------------------------------------------------------------------- worked out by hand
+
+
+def test_one_request_on_one_worker_takes_what_the_formula_says() -> None:
+    profile = costs(host=Host(event_s=0.0, step_s=0.003, token_s=0.001, request_s=0.5))
+    outcome = simulate(config("any"), profile, [Ask(1.0, 3, prompt_tokens=100)], INSTANT)
+    (record,) = outcome.records
+    prompt, later = 0.004 + 0.010, [0.004 + 0.001 + 1e-6 * context for context in (101, 102)]
+    assert record.arrival == 1.0
+    assert record.ttft_s == pytest.approx(0.5 + 0.004 + prompt)
+    assert record.tpot_s == pytest.approx(sum(later) / 2 + 0.004)
+    assert list(outcome.gaps) == pytest.approx([seconds + 0.004 for seconds in later])
+    meter = outcome.meters["any-0"]
+    assert (meter.steps, meter.tokens, meter.draws, meter.most_pages) == (3, 102, 3, 7)
+    assert meter.busy_s == pytest.approx(prompt + sum(later))
+
+
+@pytest.mark.parametrize("transfer", ["shm", "zmq"])
+def test_a_hand_over_costs_its_copy_within_the_step_or_what_is_left_of_it_after(transfer: Any) -> None:
+    profile = costs(transfer=transfer, B=1e7)
+    cost = profile.cost
+    outcome = simulate(config("prefill", "decode"), profile, [Ask(0.0, 2, prompt_tokens=100)], INSTANT)
+    (record,) = outcome.records
+    nbytes = 7 * 16 * profile.kv_bytes
+    whole, step = cost.transfer_s(nbytes), 0.014
+    exposed = cost.exposed_transfer_s(nbytes, step, profile.layers)
+    assert record.worker == "decode-0" and outcome.decisions == {("remote", "predicted"): 1}
+    assert record.ttft_s == pytest.approx(step + (whole if transfer == "shm" else exposed))
+    assert outcome.meters["prefill-0"].pushed_bytes == nbytes
+
+
+def test_messages_are_late_by_their_latency() -> None:
+    ask, latency = [Ask(1.0, 1, prompt_tokens=100)], Layout(near_s=0.001, far_s=0.1)
+    (record,) = simulate(config("any"), costs(), ask, latency).records
+    assert record.ttft_s == pytest.approx(0.014 + 3 * 0.001)  # to the coordinator, to the worker, and back
+    apart = Layout(per_host=1, near_s=0.001, far_s=0.1)
+    asks = [Ask(1.0, 1, prompt_tokens=100)] * 2
+    near, far = simulate(config("any", "any"), costs(), asks, apart).records
+    assert (near.worker, far.worker) == ("any-0", "any-1")
+    assert far.ttft_s - near.ttft_s == pytest.approx(2 * (0.1 - 0.001))
+
+
+def test_workers_that_share_a_memory_slow_each_other() -> None:
+    asks = [Ask(0.0, 50, prompt_tokens=50), Ask(0.0, 50, prompt_tokens=50)]
+    alone, shared, apart = (
+        simulate(config("any", "any"), costs(beside_step=beside), asks, layout)
+        for beside, layout in ((0.0, Layout()), (0.5, Layout()), (0.5, Layout(per_host=1)))
+    )
+    assert {record.worker for record in alone.records} == {"any-0", "any-1"}
+    slowdown = shared.meters["any-0"].busy_s / alone.meters["any-0"].busy_s
+    assert 1.4 < slowdown <= 1.5
+    assert apart.meters["any-0"].busy_s == pytest.approx(alone.meters["any-0"].busy_s)
+
+
+# ----------------------------------------------------------------------------------------------- how requests come
+
+
+def test_a_closed_loop_has_as_many_requests_as_clients() -> None:
+    asks = [Ask(99.0, 5, prompt_tokens=20) for _ in range(12)]
+    outcome = simulate(config("any"), costs(), asks, concurrency=3)
+    check_all_there(outcome, asks)
+    for record in outcome.records:
+        open_then = sum(other.arrival <= record.arrival < other.last for other in outcome.records)
+        assert open_then <= 3
+    assert outcome.seconds < 5
+
+
+def test_what_the_queue_does_not_hold_is_refused_and_counts() -> None:
+    asks = [Ask(0.01 * n, 100, prompt_tokens=100) for n in range(60)]
+    outcome = simulate(config("any", queue_limit=4), costs(), asks)
+    refused = [record for record in outcome.records if record.status == "rejected"]
+    assert refused and all("policy.queue_limit" in record.message and not record.good for record in refused)
+    assert len(outcome.records) == 60
+
+
+def test_prompts_that_begin_alike_are_computed_once() -> None:
+    asks = [Ask(2.0 * n, 2, prompt_tokens=600, prefix_blocks=(7,)) for n in range(2)]
+    outcome = simulate(config("any"), costs(), asks)
+    assert [record.cached_tokens for record in outcome.records] == [0, 512]
+
+
+# ------------------------------------------------------------------------------------------------- the whole of it
+
+
+@pytest.mark.parametrize("roles", [("any",), ("any", "any"), ("prefill", "decode"), ("prefill", "decode", "decode")])
+def test_all_requests_end_and_all_pages_come_back(roles: tuple[Role, ...]) -> None:
+    asks, watcher = some(60), Watcher(check=True)
+    outcome = simulate(config(*roles), costs(), asks, observer=watcher)
+    check_all_there(outcome, asks)
+    assert not outcome.notes
+    for core in watcher.workers.values():
+        assert not core.requests and core.pages.available() == core.pages.total and core.reporter.page_leaks == 0
+
+
+@pytest.mark.parametrize("transfer", ["shm", "zmq"])
+def test_equal_runs_are_equal_event_by_event(transfer: Any) -> None:
+    faults = [Fault(1.0, "kill", "decode-0"), Fault(1.5, "kill", "coordinator")]
+    digests, told = set(), []
+    for _ in range(2):
+        watcher = Watcher()
+        outcome = simulate(
+            config("prefill", "decode", "decode"),
+            costs(transfer=transfer, beside_step=0.2, beside_push=0.1),
+            some(40),
+            faults=faults,
+            restart_s=0.5,
+            observer=watcher,
+        )
+        digests.add(watcher.digest)
+        told.append(outcome)
+    assert len(digests) == 1 and told[0] == told[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            Fault,
+            st.floats(0, 4),
+            st.sampled_from(["kill", "kill", "leave", "slow"]),
+            st.sampled_from(["prefill-0", "decode-0", "decode-1"]),
+            st.sampled_from([0.5, 3.0]),
+        )
+        | st.builds(Fault, st.floats(0, 4), st.just("kill"), st.just("coordinator")),
+        max_size=4,
+    ),
+    st.sampled_from(["shm", "zmq"]),
+)
+def test_whatever_is_struck_no_request_page_or_token_is_lost(faults: list[Fault], transfer: Any) -> None:
+    asks, watcher = some(50), Watcher(check=True)
+    service = config("prefill", "decode", "decode", pages=120)
+    outcome = simulate(service, costs(transfer=transfer), asks, faults=faults, restart_s=0.3, observer=watcher)
+    lost = [record for record in outcome.records if record.status != "done"]
+    assert all(record.status == "rejected" and not record.tokens and "no worker" in record.message for record in lost)
+    for record in outcome.records:
+        assert record.status != "done" or record.tokens == record.ask.output_tokens
+    assert all(core.reporter.page_leaks == 0 for core in watcher.workers.values())
+
+
+def test_streams_of_a_dead_worker_go_on_elsewhere() -> None:
+    asks = [Ask(0.0, 200, prompt_tokens=50) for _ in range(4)]
+    outcome = simulate(config("any", "any"), costs(), asks, faults=[Fault(0.5, "kill", "any-0")], restart_s=60.0)
+    check_all_there(outcome, asks)
+    assert sorted(record.submissions for record in outcome.records) == [1, 1, 2, 2]
+    assert {record.worker for record in outcome.records} == {"any-1"}
+    assert max(outcome.gaps) > 0.01  # reaped, routed, computed again
+
+
+def test_a_worker_that_leaves_hands_its_streams_over() -> None:
+    asks = [Ask(0.0, 200, prompt_tokens=50) for _ in range(4)]
+    outcome = simulate(config("any", "any"), costs(), asks, faults=[Fault(0.5, "leave", "any-0")], restart_s=60.0)
+    check_all_there(outcome, asks)
+    assert {record.worker for record in outcome.records} == {"any-1"}
+    assert {record.submissions for record in outcome.records} == {1}
+
+
+def test_a_slow_worker_is_slow_until_it_is_not() -> None:
+    asks = [Ask(0.0, 100, prompt_tokens=50)]
+    faults = [Fault(0.2, "slow", "any-0", 3.0), Fault(0.4, "slow", "any-0", 1.0)]
+    gaps = simulate(config("any"), costs(), asks, faults=faults).gaps
+    assert max(gaps) == pytest.approx(3 * min(gaps), rel=0.1) and gaps[-1] < 0.006
+
+
+def test_a_service_that_can_do_nothing_more_is_no_endless_run() -> None:
+    with pytest.raises(Stuck, match="1 requests do not end; 0 workers live"):
+        simulate(
+            config("any"),
+            costs(),
+            [Ask(0.0, 100, prompt_tokens=50)],
+            faults=[Fault(0.1, "kill", "any-0")],
+            restart_s=1e9,
+        )
