@@ -334,7 +334,7 @@ def test_a_request_that_kills_every_worker_fails() -> None:
         h.client.receive(COORDINATOR, members(worker("d", n + 2)))
         h.client.receive(worker("d", n + 2), Accepted(stream.id, n + 1, worker("d", n + 2)))
     assert not stream.ended
-    h.client.receive(COORDINATOR, members(worker("d", 9)))
+    h.client.receive(COORDINATOR, members(worker("d", MAX_DEATHS + 2)))
     with pytest.raises(StreamFailed, match="have died"):
         ready(stream)
     assert h.client.streams == 0
