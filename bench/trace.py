@@ -25,7 +25,7 @@ Phase: TypeAlias = Literal["prefill", "decode", "end", "wasted"]
 
 
 class Cell(NamedTuple):
-    """`count` tokens of `request` after `start` computed ones, in `slot`; `drawn` tokens came of it."""
+    """`count` tokens of `request` after `start` computed ones, in `slot`. `drawn` tokens came of it, maybe the `last`."""
 
     slot: int
     request: RequestId
@@ -33,6 +33,7 @@ class Cell(NamedTuple):
     start: int
     count: int
     drawn: int
+    last: bool
 
 
 class Step(NamedTuple):
@@ -129,7 +130,8 @@ def _cell(request: Request, part: Slice, wanted: bool, drawn: int) -> Cell:
         phase = "prefill"
     elif request.ended:
         phase = "end"
-    return Cell(part.slot, request.spec.id, phase, part.start, part.count, drawn)
+    last = bool(wanted and drawn and request.ended)
+    return Cell(part.slot, request.spec.id, phase, part.start, part.count, drawn, last)
 
 
 def trace_journal(first: Path, detail: int = 1 << 30) -> Trace:

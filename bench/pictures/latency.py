@@ -1,0 +1,91 @@
+"""Latencies: their distribution at each rate, the median over the rate, and what of it is waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from cbdisagg_bench.batching_latency import Latencies, Tail
+from cbdisagg_bench.batching_systems import SYSTEMS as ALL
+from cbdisagg_bench.batching_theory import PUBLISHED_MEDIAN_S
+from cbdisagg_bench.pictures.style import SETTINGS, SYSTEMS, figure, grid_lines, save
+
+
+def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
+    """One panel for each of the article's rates."""
+    rates = sorted({one.rate.qps for one in seen if not one.rate.fraction})
+    with mpl.rc_context(SETTINGS):
+        made, axes = figure(5.2 * len(rates), 4.2, 1, len(rates), squeeze=False)
+        for panel, qps in zip(axes[0], rates, strict=True):
+            for one in [one for one in seen if one.rate.qps == qps and not one.rate.fraction]:
+                values = np.sort(one.e2e)
+                share = np.arange(1, len(values) + 1) / len(values)
+                panel.step(values, share, where="post", color=SYSTEMS[one.system], label=ALL[one.system].label)
+            if scale == "a100" and qps in PUBLISHED_MEDIAN_S:
+                published = PUBLISHED_MEDIAN_S[qps]
+                panel.plot(published, 0.5, "*", color="black", ms=9, label="published median: vLLM, A100")
+            panel.axhline(0.5, color="#888888", lw=0.8, ls=":")
+            panel.set_xscale("log")
+            panel.set_ylim(0, 1)
+            panel.set_xlabel("end-to-end latency, s (log)")
+            panel.set_title(f"{qps:g} requests per second")
+            grid_lines(panel, "both")
+        axes[0][0].set_ylabel("part of the requests")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        made.legend(handles, labels, loc="outside lower center", ncols=3)
+        made.suptitle(f"End-to-end latency of {len(seen[0].e2e)} requests, Poisson arrivals, scale {scale}")
+        save(made, folder, "latency_cdf")
+
+
+def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
+    """Mean latency of each system at each rate, split: waiting, prefill, decode. The median as a point."""
+    systems = list(dict.fromkeys(one.system for one in seen))
+    with mpl.rc_context(SETTINGS):
+        made, axes = figure(2.0 * max(3, len(systems)), 4.2, 1, len(systems), squeeze=False, sharey=True)
+        for panel, name in zip(axes[0], systems, strict=True):
+            mine = [one for one in seen if one.system == name]
+            places = np.arange(len(mine))
+            bottom = np.zeros(len(mine))
+            for phase, color in (("queue", "#bdbdbd"), ("prefill", "#ffd54f"), ("decode", "#4f8ef7")):
+                heights = np.array([getattr(one, phase) for one in mine])
+                panel.bar(places, heights, 0.7, bottom=bottom, color=color, label=phase)
+                bottom += heights
+            panel.plot(places, [one.median for one in mine], "D", color="black", ms=3.5, label="median, end to end")
+            panel.set_xticks(places, [one.rate.label for one in mine], rotation=60, ha="right", fontsize=7)
+            panel.set_title(name)
+            grid_lines(panel)
+        axes[0][0].set_ylabel("mean latency, s")
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        made.legend(handles, labels, loc="outside lower center", ncols=4)
+        made.suptitle(f"Where latency comes from, {len(seen[0].e2e)} requests, scale {scale}")
+        save(made, folder, "latency_phases")
+
+
+def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) -> None:
+    """First tokens against gaps, by chunk size: two colocated replicas, and the same hardware disaggregated."""
+    with mpl.rc_context(SETTINGS):
+        made, axes = figure(6.2, 4.4)
+        for name in dict.fromkeys(point.system for point in points):
+            mine = [point for point in points if point.system == name]
+            pairs = [(point.gap_p99 * 1e3, point.ttft_p99 * 1e3) for point in mine]
+            axes.plot(*zip(*pairs, strict=True), "o-", ms=4, lw=1, color=SYSTEMS[name], label=ALL[name].label)
+            labels: dict[tuple[float, float], list[str]] = {}
+            for point, (x, y) in zip(mine, pairs, strict=True):
+                labels.setdefault((round(x, 1), round(y)), []).append(str(point.chunk or "whole"))
+            for n, (place, names) in enumerate(labels.items()):
+                offset = (6, 5 if n % 2 else -10)
+                axes.annotate(", ".join(names), place, textcoords="offset points", xytext=offset, fontsize=7)
+        axes.set_xlabel("p99 of the gap between tokens, ms (log)")
+        axes.set_ylabel("p99 of the time to the first token, ms (log)")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
+            axis.set_minor_formatter(mpl.ticker.FormatStrFormatter("%g"))
+        axes.tick_params(which="minor", labelsize=7)
+        grid_lines(axes, "both")
+        axes.legend(title="token budget of a step beside each point", title_fontsize=8)
+        axes.set_title(f"Chunk size and disaggregation at {load:.0%} of the replicas' capacity, scale {scale}")
+        save(made, folder, "tails")

@@ -1,0 +1,69 @@
+"""Throughput over the cap of the answers' lengths, with marks where theory and the published benchmark stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib as mpl
+from cbdisagg_bench.batching_run import Results
+from cbdisagg_bench.batching_systems import SYSTEMS as ALL
+from cbdisagg_bench.batching_theory import EXPECTED, PUBLISHED_STATIC, PUBLISHED_VLLM
+from cbdisagg_bench.pictures.style import SETTINGS, SYSTEMS, figure, grid_lines, save
+
+
+def draw_throughput(folder: Path, results: Results) -> None:
+    """Left tokens per second, right the speed-up over S1."""
+    caps = results.caps
+    places = range(len(caps))
+    with mpl.rc_context(SETTINGS):
+        made, (left, right) = figure(11, 4.4, 1, 2)
+        for name in results.systems:
+            rates = [results.runs[cap, name].burst.tokens_per_s for cap in caps]
+            left.plot(places, rates, marker="o", ms=4, lw=1.4, color=SYSTEMS[name], label=ALL[name].label)
+            gains = [results.speedup(cap, name) for cap in caps]
+            if None not in gains:
+                right.plot(places, gains, marker="o", ms=4, lw=1.4, color=SYSTEMS[name], label=name)
+        _published(left, results, caps)
+        _expected(right, results, caps)
+        left.set_ylabel("prompt + output tokens per second (log)")
+        right.set_ylabel("speed-up over S1 (log)")
+        for axes in (left, right):
+            axes.set_yscale("log")
+            axes.set_xticks(places, [str(cap) for cap in caps])
+            axes.set_xlabel("largest output length (cap), tokens")
+            grid_lines(axes)
+        right.axhline(1, color="#888888", lw=0.8)
+        right.yaxis.set_major_locator(mpl.ticker.FixedLocator([0.25, 0.5, 1, 2, 3, 4, 6]))
+        right.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
+        right.yaxis.set_minor_locator(mpl.ticker.NullLocator())
+        handles, labels = left.get_legend_handles_labels()
+        more, others = right.get_legend_handles_labels()
+        marks = [(h, label) for h, label in zip(more, others, strict=True) if label not in ALL]
+        made.legend(
+            handles + [h for h, _ in marks], labels + [label for _, label in marks], loc="outside lower center", ncols=3
+        )
+        count = len(results.requests[caps[0]])
+        made.suptitle(f"Throughput of a burst of {count} requests, {results.clock} clock, scale {results.scale.name}")
+        save(made, folder, "throughput")
+
+
+def _published(axes: object, results: Results, caps: list[int]) -> None:
+    """Of the article's machine and sizes, so only where ours are the same."""
+    if results.scale.name != "a100":
+        return
+    for figures, marker, label in (
+        (PUBLISHED_VLLM, "*", "published: vLLM, A100"),
+        (PUBLISHED_STATIC, "X", "published: static, A100"),
+    ):
+        known = [(n, figures[cap]) for n, cap in enumerate(caps) if cap in figures]
+        if known:
+            axes.plot(*zip(*known, strict=True), marker, color="black", ms=8, label=label)  # type: ignore[attr-defined]
+
+
+def _expected(axes: object, results: Results, caps: list[int]) -> None:
+    label: str | None = "derived beforehand"
+    for n, cap in enumerate(caps):
+        for name, gain in EXPECTED.get(results.scale.name, {}).get(cap, {}).items():
+            if name in results.systems:
+                axes.plot(n, gain, "_", color=SYSTEMS[name], ms=16, mew=2.2, label=label)  # type: ignore[attr-defined]
+                label = None
