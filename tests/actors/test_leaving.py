@@ -216,7 +216,9 @@ async def test_the_second_signal_ends_it_now(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
     assert not it.run.done(), "its api has requests to finish"
     it.supervisor.drain()
-    assert set((await it.ended()).values()) <= {0, -signal.SIGKILL}
+    statuses = set((await it.ended()).values())
+    assert statuses <= {0, -signal.SIGKILL, 255}  # 255: asyncio's send_signal has looked first, and lost the status
+    assert statuses != {0}
     assert it.view.stops[0] == "2 requests are running"
 
 
