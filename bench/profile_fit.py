@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cbdisagg.core.cost import CostModel, Work
 from cbdisagg.core.profile import Error
 
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+KNOTS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024, 2048, 4096)
 Matrix = NDArray[np.float64]
 
 

@@ -55,12 +55,12 @@ class Range:
 
 def sweep(reach: Range) -> list[Case]:
     """The steps to fit: each size alone, over all lengths, and chunks beside decodes."""
-    batches = [n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= reach.batch]
-    chunks = [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048) if n <= reach.chunk]
-    contexts = [n for n in (64, 256, 1024, 4096) if n <= reach.context // 2]
+    batches = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128) if n <= reach.batch]
+    chunks = [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048) if n <= reach.chunk] or [reach.chunk]
+    contexts = [n for n in (64, 256, 1024, 4096) if n <= reach.context // 2] or [max(1, reach.context // 2)]
     cases = [decode([context] * batch) for batch in batches for context in contexts]
     cases += [prefill(start, chunk) for chunk in chunks for start in (0, *contexts[1:])]
-    beside = sorted({batches[0], batches[len(batches) // 2], batches[-1]})
+    beside = sorted({batches[0], max(n for n in batches if n <= SMALL_BATCH), batches[-1]})
     cases += [
         Case((*decode([contexts[-1] // 2] * batch).work, *prefill(start, chunk).work))
         for batch in beside
@@ -76,14 +76,15 @@ def unseen(reach: Range, count: int, seed: int) -> list[Case]:
     cases = []
     for n in range(count):
         region = REGIONS[n % len(REGIONS)]
-        few, many = draw.randint(1, SMALL_BATCH), draw.randint(min(SMALL_BATCH + 1, reach.batch), reach.batch)
+        few = draw.randint(1, min(SMALL_BATCH, reach.batch))
+        many = draw.randint(min(SMALL_BATCH + 1, reach.batch), reach.batch)
         batch = {"decode small": few, "decode large": many, "prefill": 0, "mixed": draw.choice((few, many))}[region]
-        work = list(decode([draw.randint(16, reach.context // 2) for _ in range(batch)]).work)
+        work = list(decode([draw.randint(1, max(1, reach.context // 2)) for _ in range(batch)]).work)
         if region in ("prefill", "mixed"):
-            prompts = draw.randint(1, 2)
+            prompts = draw.randint(1, min(2, reach.chunk))
             for _ in range(prompts):
-                chunk = draw.randint(16, reach.chunk // prompts)
-                work += prefill(draw.choice((0, draw.randint(1, reach.context // 2))), chunk).work
+                chunk = draw.randint(min(16, reach.chunk // prompts), reach.chunk // prompts)
+                work += prefill(draw.choice((0, draw.randint(0, reach.context // 2))), chunk).work
         cases.append(Case(tuple(work)))
     return cases
 

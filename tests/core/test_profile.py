@@ -1,0 +1,68 @@
+"""The file of a profile: what reads, what is refused, and that it gives the cost model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cbdisagg.config import ConfigError
+from cbdisagg.core.cost import Work
+from cbdisagg.core.profile import format_profile, parse_profile
+
+GIVEN: dict[str, Any] = {
+    "h": 0.1,
+    "h_mix": 0.0,
+    "L": [[1, 0.0], [10, 0.9]],
+    "a": 0.0,
+    "d": 0.0,
+    "t0": 0.0,
+    "t_d": 0.0,
+    "B": 1e9,
+    "s": 0.5,
+    "layers": 2,
+    "kv_bytes": 8,
+    "context": 100,
+    "model": "m",
+    "dtype": "float32",
+    "machine": "x",
+}
+
+
+def test_a_profile_reads_as_it_was_written_and_predicts() -> None:
+    profile = parse_profile(json.dumps(GIVEN).encode(), "p.json")
+    assert parse_profile(format_profile(profile), "p.json") == profile
+    assert profile.cost.step_s([Work(3, 1, True)]) == pytest.approx(0.1 + 0.5)
+    assert profile.cost.step_s([Work(0, 10, False)]) == pytest.approx(0.1 + 0.9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"a": -1.0}, "a = -1.0: must be a number from 0 up"),
+        ({"B": 0.0}, "B = 0.0: must be a number of bytes per second above 0"),
+        ({"L": []}, "L: must hold"),
+        ({"L": [[5, 0.1], [5, 0.2]]}, "L: must hold"),
+        ({"L": [[5, -0.1]]}, "L: the seconds must be"),
+        ({"layers": 0}, "layers, kv_bytes and context"),
+        ({"colour": "red"}, "not a profile: Object contains unknown field `colour`"),
+        ({"h": "much"}, "not a profile: Expected `float`, got `str` - at `$.h`"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_profile(json.dumps(GIVEN | changes).encode(), "p.json")
+    assert str(refused.value).startswith(f"p.json: {problem}")
+
+
+PROFILES = sorted((Path(__file__).parents[2] / "configs" / "profiles").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_the_profiles_that_come_along_read_and_name_their_source(path: Path) -> None:
+    profile = parse_profile(path.read_bytes(), path.name)
+    assert "aiconfigurator" in profile.note and "Assumed" in profile.note
+    one, many = ([Work(1000, 1, True)] * batch for batch in (1, 128))
+    assert 0 < profile.cost.step_s(one) < profile.cost.step_s(many) < 10 * profile.cost.step_s(one)
