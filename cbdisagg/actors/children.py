@@ -82,6 +82,9 @@ class Child:
         environment = dict(os.environ)
         if start.kind == "worker":
             environment["OMP_NUM_THREADS"] = str(start.threads)
+            # By default a waiting thread spins, and takes the core from the one that it waits for: 20 ms instead of
+            # 13 us for a parallel region on a busy machine of two cores.
+            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             # oneDNN keeps code for each shape that it has seen, 1,024 by default and up to a MiB each.
             environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
         self.process = await asyncio.create_subprocess_exec(
