@@ -38,7 +38,7 @@ from transformers import LlamaConfig
 from cbdisagg.engine.build import build_runner, describe
 from cbdisagg.engine.families import Spec, spec_of, weights_of
 from cbdisagg.engine.kv import KvShape, pool_tensor
-from cbdisagg.engine.model import Decoder
+from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
 
@@ -342,7 +342,9 @@ def _runner(model: Path | None, dtype: str, ops: Ops, threads: int, pages: int, 
     shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, PAGE_SIZE, getattr(torch, dtype))
     pool = pool_tensor(_memory(spec.layers, pages, shape.page_bytes, dtype), shape)
     max_len = min(spec.context, tokens)
-    return TorchRunner(Decoder(spec, weights_of(spec, random_tensors(spec, inner=1536)), ops, pool, max_len), max_len)
+    weights = weights_of(spec, random_tensors(spec, inner=1536))
+    linears = make_linears(weights, ops, shape.dtype)
+    return TorchRunner(Decoder(spec, weights, linears, ops, pool, max_len), max_len)
 
 
 def _memory(layers: int, pages: int, page_bytes: int, dtype: str) -> np.ndarray:

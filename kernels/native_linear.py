@@ -1,8 +1,10 @@
 """Matrix products in C: `Linear` over a weight that is packed once, in bfloat16, float32 or int8.
 
-Knows the structs and functions of `cpu/gemm.h`, where layout and order of summation are told, and in whose memory
-packed weights lie; not which model they make up. A `Packer` is made for one model and packs its weights one after the
-other; the plain weight is not kept. Packed memory lives as long as a `Linear` that reads it.
+Knows the structs and functions of `cpu/gemm.h`, where layout and order of summation are told; not which model the
+weights make up. Life of a packed weight: `pack` writes it into memory of `packed_bytes`, the caller's, once -> `bind`
+makes a `Linear` that reads it there, in as many processes as the memory is mapped in. Or both by one call of a
+`Packer`, in memory of this process alone. The plain weight is not kept; packed memory lives as long as a `Linear` that
+reads it.
 
 The reference is `torch.nn.functional.linear`, for int8 on the weights and rows that `quantised` returns.
 """
@@ -13,8 +15,10 @@ import ctypes
 import mmap
 from ctypes import c_int32, c_int64, c_void_p
 
+import numpy as np
 import torch
 from cbdisagg_kernels.native import Native
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -66,7 +70,7 @@ class NativeLinear:
     A row's result is the same bits in any company, and for any number of threads.
     """
 
-    def __init__(self, native: Native, packed: Tensor, weight: Weight, bias: Tensor | None) -> None:
+    def __init__(self, native: Native, packed: NDArray[np.uint8], weight: Weight, bias: Tensor | None) -> None:
         self.packed, self.weight, self.bias = packed, weight, bias  # which the struct points into
         self.address = ctypes.addressof(weight)
         self.multiply = native.functions.cbd_product
@@ -103,43 +107,67 @@ class NativeLinear:
 
 
 class Packer:
-    """Packs the weights of one model, side by side in huge pages: a stream of them misses the TLB less often."""
+    """Packs the weights of one model, when called side by side in huge pages: their stream misses the TLB less often.
+
+    `layout`: two packers of the same one pack a weight to the same bytes, whatever process they are in.
+    """
 
     def __init__(self, native: Native, quantised: bool = False) -> None:
         """`quantised`: to int8, weights in groups of 64 inputs, and rows as they come."""
         self.native, self.is_int8 = native, quantised
-        self.chunk = torch.empty(0, dtype=torch.uint8)
+        self.layout = f"{native.path.stem}{'-int8' if quantised else ''}"
+        self.chunk = np.empty(0, dtype=np.uint8)
         _declare(native)
 
     def __call__(self, weight: Tensor, bias: Tensor | None = None) -> NativeLinear:
         """`weight` [out, in], float32 or bfloat16; `bias` [out]."""
-        number, threads = NUMBERS[weight.dtype], torch.get_num_threads()
-        functions = self.native.functions
-        if weight.shape[1] % 2 and weight.dtype == torch.bfloat16:
-            weight = functional.pad(weight, (0, 1))
-        weight = weight.contiguous()
         columns, inputs = weight.shape
+        packed = self._take(self.packed_bytes(columns, inputs, weight.dtype))
+        self.pack(weight, packed)
+        return self.bind(packed, columns, inputs, weight.dtype, bias)
+
+    def packed_bytes(self, columns: int, inputs: int, dtype: torch.dtype) -> int:
+        """What a weight [columns, inputs] of this dtype takes."""
         panels = -(-columns // PANEL)
         if self.is_int8:
-            packed = self._take(panels * functions.cbd_int8_panel_bytes(inputs))
-            functions.cbd_pack_int8(weight.data_ptr(), number, packed.data_ptr(), columns, inputs, threads)
+            nbytes: int = self.native.functions.cbd_int8_panel_bytes(_padded(inputs, dtype))
+            return panels * nbytes
+        return panels * PANEL * _padded(inputs, dtype) * dtype.itemsize
+
+    def pack(self, weight: Tensor, packed: NDArray[np.uint8]) -> None:
+        """Write `weight` [out, in], float32 or bfloat16, to `packed`, [packed_bytes] from the start of a cache line."""
+        columns, inputs = weight.shape
+        if missing := _padded(inputs, weight.dtype) - inputs:
+            weight = functional.pad(weight, (0, missing))
+        weight, to, threads = weight.contiguous(), packed.ctypes.data, torch.get_num_threads()
+        functions = self.native.functions
+        if self.is_int8:
+            functions.cbd_pack_int8(weight.data_ptr(), NUMBERS[weight.dtype], to, columns, weight.shape[1], threads)
         else:
-            words = inputs * weight.itemsize // 4
-            packed = self._take(panels * PANEL * words * 4)
-            functions.cbd_pack(weight.data_ptr(), packed.data_ptr(), columns, words, threads)
+            functions.cbd_pack(weight.data_ptr(), to, columns, weight.shape[1] * weight.itemsize // 4, threads)
+
+    def bind(
+        self, packed: NDArray[np.uint8], columns: int, inputs: int, dtype: torch.dtype, bias: Tensor | None
+    ) -> NativeLinear:
+        """The product with what `pack` has made of a weight [columns, inputs] of this dtype; it only reads `packed`."""
+        number = NUMBERS[dtype]
         bias = None if bias is None else bias.float().contiguous()
         address = None if bias is None else bias.data_ptr()
         kind = INT8 if self.is_int8 else number
-        return NativeLinear(
-            self.native, packed, Weight(packed.data_ptr(), address, columns, inputs, kind, number), bias
-        )
+        weight = Weight(packed.ctypes.data, address, columns, _padded(inputs, dtype), kind, number)
+        return NativeLinear(self.native, packed, weight, bias)
 
-    def _take(self, nbytes: int) -> Tensor:
+    def _take(self, nbytes: int) -> NDArray[np.uint8]:
         """The next `nbytes`, at the beginning of a cache line."""
         if len(self.chunk) < nbytes:
-            self.chunk = huge_memory(max(nbytes, CHUNK_BYTES))
+            self.chunk = huge_memory(max(nbytes, CHUNK_BYTES)).numpy()
         taken, self.chunk = self.chunk[:nbytes], self.chunk[-(-nbytes // LINE) * LINE :]
         return taken
+
+
+def _padded(inputs: int, dtype: torch.dtype) -> int:
+    """bfloat16 goes in pairs."""
+    return inputs + inputs % 2 if dtype == torch.bfloat16 else inputs
 
 
 def huge_memory(nbytes: int) -> Tensor:

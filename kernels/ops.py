@@ -40,6 +40,7 @@ class Ops:
     gelu: Callable[[Tensor], Tensor]
     argmax: Callable[[Tensor], Tensor]
     fuse: Callable[[Stack], RunLayers | None]  # layers that were made of these operators, as one call
+    packer: Packer | None  # whose weights can lie in memory that processes share, which those of `linear` do not
 
 
 def select(device: torch.device, dtype: torch.dtype, native_path: bool = True, quantised: bool = False) -> Ops:
@@ -54,7 +55,7 @@ def select(device: torch.device, dtype: torch.dtype, native_path: bool = True, q
     if library is not None:
         return _native(library, quantised)
     if quantised:
-        raise ValueError("weights in int8 need the native kernels")
+        raise ValueError("weights in int8 need the C kernels")
     return _torch(device, dtype)
 
 
@@ -71,19 +72,20 @@ def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
         gelu=gelu,
         argmax=argmax,
         fuse=lambda stack: None,
+        packer=None,
     )
 
 
 def _native(library: Native, quantised: bool) -> Ops:
     threads = torch.get_num_threads()
-    small = NativeSmall(library, threads)
+    small, packer = NativeSmall(library, threads), Packer(library, quantised)
 
     def attention(shape: Shape) -> SelfAttention[Any]:
         return NativeSelfAttention(library, threads, shape) if fits(shape) else TorchSelfAttention(shape)
 
     return Ops(
         name=f"{library.name}-int8" if quantised else library.name,
-        linear=Packer(library, quantised),
+        linear=packer,
         attention=attention,
         rms_norm=small.rms_norm,
         layer_norm=small.layer_norm,
@@ -92,4 +94,5 @@ def _native(library: Native, quantised: bool) -> Ops:
         gelu=small.gelu,
         argmax=small.argmax,
         fuse=lambda stack: NativeLayers(library, threads, stack) if can_fuse(stack) else None,
+        packer=packer,
     )

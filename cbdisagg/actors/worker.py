@@ -31,6 +31,7 @@ from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, Worke
 from cbdisagg.core.invariants import check_worker
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.engine.base import Runner
+from cbdisagg.load import cache_folder
 from cbdisagg.messages import (
     PROTOCOL_VERSION,
     Address,
@@ -71,13 +72,14 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     progress("importing torch", 0.0)
     from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
 
-    folder, dtype, page_size = Path(start.model), config.model.dtype, config.kv.page_size
-    model = describe(folder, dtype)
+    folder, dtype, weights = Path(start.model), config.model.dtype, config.model.weights
+    page_size, packed = config.kv.page_size, cache_folder() / "packed"
+    model = describe(folder, dtype, weights)
     page_bytes = model.page_bytes(page_size)
     pages, max_len = size_pool(config.kv, config.model.max_len, model.context, model.layers * page_bytes)
     pool = create_pool(me, model.layers, pages, page_bytes)
     progress("loading weights", 0.2)
-    runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads)
+    runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads, weights=weights, packed=packed)
     fingerprint = f"{model.fingerprint} page {page_size} protocol {PROTOCOL_VERSION}"
     return Loaded(runner, pool, fingerprint, max_len)
 

@@ -1,26 +1,30 @@
 """From a model folder to a runner, and what can be said of a model without loading it.
 
 Knows where everything comes from: transformers reads the config (never code from the folder), weights.py the tensors,
-families.py gives them meaning, kernels/ops.py the operators. The only place that sets torch's number of threads.
+families.py gives them meaning, kernels/ops.py the operators, packed_file.py the memory that workers share. The only
+place that sets torch's number of threads.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import torch
+from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.ops import Ops, select
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
 from cbdisagg.config import ModelError
+from cbdisagg.engine import packed_file
 from cbdisagg.engine.families import Spec, check_family, spec_of, weights_of
 from cbdisagg.engine.kv import LAYOUT, KvShape, pool_tensor
-from cbdisagg.engine.model import Decoder
+from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.engine.weight_files import weight_files
 from cbdisagg.engine.weights import load
@@ -53,8 +57,8 @@ class ModelInfo:
         return KvShape(self.layers, self.kv_heads, self.head_dim, page_size, _dtype(self.dtype)).page_bytes
 
 
-def describe(folder: Path, dtype: str) -> ModelInfo:
-    """Read the config and look at the weight files. Raises ModelError if the model is not one of ours."""
+def describe(folder: Path, dtype: str, weights: str = "same") -> ModelInfo:
+    """Read the config and look at the weight files. Raises ModelError if the model cannot be served so."""
     spec = _spec(folder)
     files = weight_files(folder)
     return ModelInfo(
@@ -66,7 +70,7 @@ def describe(folder: Path, dtype: str) -> ModelInfo:
         vocab=spec.vocab,
         context=min(spec.context, spec.window or spec.context),
         parameters_bytes=sum(path.stat().st_size for path in files),
-        fingerprint=_fingerprint(folder, files, dtype),
+        fingerprint=f"{_sampled(folder, files)} {dtype} {_ops(dtype, weights).name} {LAYOUT}",
     )
 
 
@@ -78,20 +82,37 @@ def build_runner(
     max_len: int,
     threads: int,
     ops: Ops | None = None,
+    weights: str = "same",
+    packed: Path | None = None,
 ) -> TorchRunner:
     """Load a model on the CPU. `memory` [layers, pages, page_bytes], writable, is its KV pool (`Pool.pages`).
 
     `max_len`: tokens of prompt + output that a sequence may have. `threads`: of each operator, from now on in the whole
-    process. `ops`: others than those that suit this machine best. Raises ModelError if the folder holds no model of
-    ours or the model cannot see `max_len` tokens.
+    process. `ops`: others than those that suit this machine best. `weights`: "same" or "int8". `packed`: the folder in
+    which packed weights are kept, for all workers of this host; None: in memory of this process. Raises ModelError if
+    the folder holds no model of ours, the model cannot see `max_len` tokens, or int8 has no kernels here.
     """
     torch.set_num_threads(threads)
     spec = _spec(folder)
     _check_length(spec, max_len)
     shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, page_size, _dtype(dtype))
-    weights = weights_of(spec, load(folder))
-    decoder = Decoder(spec, weights, ops or select(CPU, shape.dtype), pool_tensor(memory, shape), max_len)
+    ops = ops or _ops(dtype, weights)
+    linears = _linears(folder, spec, ops, shape.dtype, packed)
+    # Read anew: what packing has read is not mapped any more.
+    decoder = Decoder(spec, weights_of(spec, load(folder)), linears, ops, pool_tensor(memory, shape), max_len)
     return TorchRunner(decoder, max_len)
+
+
+def _linears(folder: Path, spec: Spec, ops: Ops, dtype: torch.dtype, packed: Path | None) -> dict[str, Linear]:
+    """All products, on a packed file if there is a folder to keep one in."""
+    weights = weights_of(spec, load(folder))
+    if packed is not None and ops.packer is not None:
+        place = blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
+        name = f"{folder.name[:64]}-{place}-{str(dtype).removeprefix('torch.')}-{ops.name}.packed"
+        wanted = packed_file.Wanted(packed / name, _source(folder), ops.packer, dtype)
+        if (mapped := packed_file.find_or_make(wanted, weights)) is not None:
+            return packed_file.bind(mapped, wanted, weights)
+    return make_linears(weights, ops, dtype)
 
 
 def _spec(folder: Path) -> Spec:
@@ -119,8 +140,25 @@ def _dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def _fingerprint(folder: Path, files: list[Path], dtype: str) -> str:
-    """Of the config and of samples of the weight files: their sizes, their heads and blocks spread over the rest."""
+def _ops(dtype: str, weights: str) -> Ops:
+    try:
+        return select(CPU, _dtype(dtype), quantised=weights == "int8")
+    except ValueError:
+        raise ModelError(
+            f'[model] weights = "{weights}" needs the C kernels, which cannot be had here: install a C compiler (or '
+            'set CC, or take away CBDISAGG_NATIVE=0), or set weights = "same"'
+        ) from None
+
+
+def _source(folder: Path) -> str:
+    """Tells these weights from others that were, or will be, in the same place."""
+    files = weight_files(folder)
+    times = " ".join(f"{path.name} {path.stat().st_mtime_ns}" for path in files)
+    return f"{_sampled(folder, files)} {times}"
+
+
+def _sampled(folder: Path, files: list[Path]) -> str:
+    """A hash of the config and of samples of the weight files: sizes, heads, and blocks spread over the rest."""
     digest = blake2b(digest_size=16)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     digest.update(json.dumps(config, sort_keys=True).encode())
@@ -131,5 +169,4 @@ def _fingerprint(folder: Path, files: list[Path], dtype: str) -> str:
             for n in range(SAMPLES):
                 file.seek(size * n // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
-    ops = select(CPU, _dtype(dtype)).name
-    return f"{digest.hexdigest()} {dtype} {ops} {LAYOUT}"
+    return digest.hexdigest()

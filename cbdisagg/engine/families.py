@@ -7,7 +7,7 @@ and one line in FAMILIES; what a config asks for and the decoder cannot do is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -60,10 +60,33 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A weight and its bias: [out, in] and [out] of a product, or [hidden] both of a norm. None: there is none."""
+    """Weight and bias of a norm, [hidden] both. None: there is none."""
 
     weight: Tensor | None
     bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A weight [out, in] in parts, one below the other, and its bias [out] in as many, or none.
+
+    Parts are mapped files: nothing is read before `weight`. `name` tells it from the other products of its model.
+    """
+
+    name: str
+    parts: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(len(part) for part in self.parts), self.parts[0].shape[1]
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        return (self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)).to(dtype)
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """A copy, which keeps no file mapped."""
+        return torch.cat(self.biases).to(dtype) if self.biases else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +94,14 @@ class LayerWeights:
     """`qkv` and `up` are fused: queries, keys, values; for a gated feed-forward gate, then up."""
 
     attention_norm: Affine
-    qkv: Affine
-    out: Affine
+    qkv: Product
+    out: Product
     feed_norm: Affine
-    up: Affine
-    down: Affine
+    up: Product
+    down: Product
+
+    def products(self) -> tuple[Product, ...]:
+        return self.qkv, self.out, self.up, self.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +110,19 @@ class ModelWeights:
 
     embed: Tensor
     positions: Tensor | None
-    project_in: Affine | None
+    project_in: Product | None
     layers: list[LayerWeights]
     final_norm: Affine | None
-    project_out: Affine | None
-    head: Tensor
+    project_out: Product | None
+    head: Product
+
+    def products(self) -> Iterator[Product]:
+        """Each once, in an order that depends on the model's shape only."""
+        for layer in self.layers:
+            yield from layer.products()
+        for product in (self.project_in, self.project_out, self.head):
+            if product is not None:
+                yield product
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -159,11 +193,11 @@ def _llama_weights(spec: Spec, tensors: Tensors) -> ModelWeights:
         attention, feed = f"model.layers.{n}.self_attn.", f"model.layers.{n}.mlp."
         return LayerWeights(
             attention_norm=Affine(tensors[f"model.layers.{n}.input_layernorm.weight"]),
-            qkv=_fused(tensors, attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-            out=_affine(tensors, attention + "o_proj"),
+            qkv=_product(tensors, attention, "q_proj", "k_proj", "v_proj"),
+            out=_product(tensors, attention, "o_proj"),
             feed_norm=Affine(tensors[f"model.layers.{n}.post_attention_layernorm.weight"]),
-            up=_fused(tensors, feed + "gate_proj", feed + "up_proj"),
-            down=_affine(tensors, feed + "down_proj"),
+            up=_product(tensors, feed, "gate_proj", "up_proj"),
+            down=_product(tensors, feed, "down_proj"),
         )
 
     embed = tensors["model.embed_tokens.weight"]
@@ -174,7 +208,7 @@ def _llama_weights(spec: Spec, tensors: Tensors) -> ModelWeights:
         layers=[layer(n) for n in range(spec.layers)],
         final_norm=Affine(tensors["model.norm.weight"]),
         project_out=None,
-        head=tensors.get("lm_head.weight", embed),
+        head=_head(tensors, embed),
     )
 
 
@@ -211,11 +245,11 @@ def _opt_weights(spec: Spec, tensors: Tensors) -> ModelWeights:
         attention = here + "self_attn."
         return LayerWeights(
             attention_norm=_norm(tensors, here + "self_attn_layer_norm"),
-            qkv=_fused(tensors, attention + "q_proj", attention + "k_proj", attention + "v_proj"),
-            out=_affine(tensors, attention + "out_proj"),
+            qkv=_product(tensors, attention, "q_proj", "k_proj", "v_proj"),
+            out=_product(tensors, attention, "out_proj"),
             feed_norm=_norm(tensors, here + "final_layer_norm"),
-            up=_affine(tensors, here + "fc1"),
-            down=_affine(tensors, here + "fc2"),
+            up=_product(tensors, here, "fc1"),
+            down=_product(tensors, here, "fc2"),
         )
 
     embed = tensors[root + "embed_tokens.weight"]
@@ -224,11 +258,11 @@ def _opt_weights(spec: Spec, tensors: Tensors) -> ModelWeights:
     return ModelWeights(
         embed=embed,
         positions=tensors[root + "embed_positions.weight"],
-        project_in=_affine(tensors, root + "project_in") if narrow else None,
+        project_in=_product(tensors, root, "project_in") if narrow else None,
         layers=[layer(n) for n in range(spec.layers)],
         final_norm=_norm(tensors, root + "final_layer_norm") if spec.norm_first else None,
-        project_out=_affine(tensors, root + "project_out") if narrow else None,
-        head=tensors.get("lm_head.weight", embed),
+        project_out=_product(tensors, root, "project_out") if narrow else None,
+        head=_head(tensors, embed),
     )
 
 
@@ -242,8 +276,9 @@ def _require(config: Any, name: str, value: object) -> None:
         )
 
 
-def _affine(tensors: Tensors, name: str) -> Affine:
-    return Affine(tensors[name + ".weight"], tensors.get(name + ".bias"))
+def _head(tensors: Tensors, embed: Tensor) -> Product:
+    """The embedding's weight where the two are tied."""
+    return Product("head", (tensors.get("lm_head.weight", embed),))
 
 
 def _norm(tensors: Tensors, name: str) -> Affine:
@@ -251,11 +286,11 @@ def _norm(tensors: Tensors, name: str) -> Affine:
     return Affine(tensors.get(name + ".weight"), tensors.get(name + ".bias"))
 
 
-def _fused(tensors: Tensors, *names: str) -> Affine:
-    """Products of the same input as one: weights stacked along their outputs."""
-    parts = [_affine(tensors, name) for name in names]
-    biases = [part.bias for part in parts if part.bias is not None]
-    return Affine(torch.cat([tensors[name + ".weight"] for name in names]), torch.cat(biases) if biases else None)
+def _product(tensors: Tensors, place: str, *names: str) -> Product:
+    """Products of the same input as one: weights stacked along their outputs. All have a bias, or none."""
+    weights = tuple(tensors[f"{place}{name}.weight"] for name in names)
+    biases = tuple(tensors[f"{place}{name}.bias"] for name in names if f"{place}{name}.bias" in tensors)
+    return Product(place + "+".join(names), weights, biases)
 
 
 FAMILIES: dict[str, tuple[Callable[[Any], Spec], Callable[[Spec, Tensors], ModelWeights]]] = {

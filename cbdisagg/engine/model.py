@@ -7,8 +7,10 @@ but the weights: keys and values live in the pool.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from cbdisagg_kernels.layers import Layer, Norm, Stack, Written
 from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.ops import Ops
@@ -21,18 +23,24 @@ from cbdisagg.engine.families import Affine, LayerWeights, Learned, ModelWeights
 
 
 class Decoder:
-    """`pool` [layer, page, 2, kv_head, slot, head_dim] gives the dtype; positions below `max_len` can be computed."""
+    """`pool` [layer, page, 2, kv_head, slot, head_dim] gives the dtype; positions below `max_len` can be computed.
 
-    def __init__(self, spec: Spec, weights: ModelWeights, ops: Ops, pool: Tensor, max_len: int) -> None:
+    `linears` are the products of `weights` by name, made of `ops`: of those nothing is read here. The embedding stays
+    as it is stored, rows are brought to the dtype when they are looked up.
+    """
+
+    def __init__(
+        self, spec: Spec, weights: ModelWeights, linears: Mapping[str, Linear], ops: Ops, pool: Tensor, max_len: int
+    ) -> None:
         self.spec, self.ops, self.pool, self.dtype = spec, ops, pool, pool.dtype
         self.activate = ops.silu_mul if spec.activation == "silu_mul" else ops.relu
-        self.embedding = weights.embed.to(self.dtype)
-        self.project_in = self._linear(weights.project_in) if weights.project_in else None
-        self.layers = [self._layer(layer) for layer in weights.layers]
+        self.embedding = weights.embed
+        self.project_in = linears[weights.project_in.name] if weights.project_in else None
+        self.layers = [self._layer(layer, linears) for layer in weights.layers]
         self.product_weights = sum(_weights(layer) for layer in weights.layers)  # in all layers, for who measures
         self.final_norm = self._norm(weights.final_norm) if weights.final_norm else None
-        self.project_out = self._linear(weights.project_out) if weights.project_out else None
-        self.head = self._linear(Affine(weights.head))
+        self.project_out = linears[weights.project_out.name] if weights.project_out else None
+        self.head = linears[weights.head.name]
         self.position_table: Tensor | None = None
         rotation: Rotation | None = None
         match spec.positions:
@@ -81,7 +89,7 @@ class Decoder:
         return self.head(hidden, wide=True)[:, : self.spec.vocab]
 
     def _embed(self, batch: Batch) -> Tensor:
-        x = functional.embedding(batch.ids, self.embedding)
+        x = functional.embedding(batch.ids, self.embedding).to(self.dtype)
         if self.project_in:
             x = self.project_in(x)
         if self.position_table is not None:
@@ -98,20 +106,15 @@ class Decoder:
         assert norm.weight is not None
         return self.ops.rms_norm(x, norm.weight, norm.eps)
 
-    def _layer(self, weights: LayerWeights) -> Layer:
+    def _layer(self, weights: LayerWeights, linears: Mapping[str, Linear]) -> Layer:
         return Layer(
             attention_norm=self._norm(weights.attention_norm),
-            qkv=self._linear(weights.qkv),
-            out=self._linear(weights.out),
+            qkv=linears[weights.qkv.name],
+            out=linears[weights.out.name],
             feed_norm=self._norm(weights.feed_norm),
-            up=self._linear(weights.up),
-            down=self._linear(weights.down),
+            up=linears[weights.up.name],
+            down=linears[weights.down.name],
         )
-
-    def _linear(self, affine: Affine) -> Linear:
-        assert affine.weight is not None
-        bias = None if affine.bias is None else affine.bias.to(self.dtype)
-        return self.ops.linear(affine.weight.to(self.dtype), bias)
 
     def _norm(self, affine: Affine) -> Norm:
         weight = None if affine.weight is None else affine.weight.to(self.dtype)
@@ -119,6 +122,10 @@ class Decoder:
         return Norm(self.spec.norm, weight, bias, self.spec.norm_eps)
 
 
+def make_linears(weights: ModelWeights, ops: Ops, dtype: torch.dtype) -> dict[str, Linear]:
+    """All products by name, in memory of this process. Reads every weight."""
+    return {each.name: ops.linear(each.weight(dtype), each.bias(dtype)) for each in weights.products()}
+
+
 def _weights(layer: LayerWeights) -> int:
-    products = (layer.qkv, layer.out, layer.up, layer.down)
-    return sum(each.weight.numel() for each in products if each.weight is not None)
+    return sum(columns * inputs for columns, inputs in (product.shape for product in layer.products()))

@@ -123,7 +123,7 @@ def test_zeros_and_broken_numbers(library: Native, kind: str) -> None:
 def test_packed_weights_lie_side_by_side_and_are_kept_once(library: Native) -> None:
     pack = Packer(library)
     linears: list[NativeLinear] = [pack(numbers(40, 64, "bfloat16")) for _ in range(3)]
-    addresses = [linear.packed.data_ptr() for linear in linears]
+    addresses = [linear.packed.ctypes.data for linear in linears]
     assert [linear.nbytes for linear in linears] == [2 * 32 * 64 * 2] * 3  # 40 columns are two panels
     assert [each - addresses[0] for each in addresses] == [0, 8192, 16384]
     assert addresses[0] % (2 << 20) == 0

@@ -1,0 +1,216 @@
+"""Packed weights in a file: packed once for a model and this CPU, mapped by every worker of the host, never copied.
+
+Knows files and where in them each product lies; not how a weight is packed. All workers read the same pages of the
+page cache, so a second worker, or one that is started again, costs neither memory nor time. What speaks for pages of a
+file: they are as fast as huge pages of one's own where the file system keeps large folios (measured, ext4, Linux 6.18).
+
+Life of a file: written under another name, its space taken first -> sealed by a first page that tells for what it was
+made and what it holds -> renamed into place -> mapped until the last worker has ended, even if a newer one has taken
+its place. A file that is not what its seal says, or was made for other weights or another build, is made anew. Where
+none can be had, there is None, and one line in the log says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b, sha256
+from pathlib import Path
+from struct import Struct
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import torch
+from cbdisagg_kernels.linear import Linear
+from cbdisagg_kernels.native_linear import LINE, Packer
+from numpy.typing import NDArray
+
+from cbdisagg.engine.families import ModelWeights, Product
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"cbdpack\x01"
+SEAL = Struct("<8s32sQQ32s")
+"""Magic, key, bytes of the file, its mtime in ns, and the SHA-256 of what follows the first page."""
+CHECK_BYTES = 16
+"""Of the seal's own hash, which follows it."""
+FIRST_PAGE = 4096
+POPULATE_READ = 22
+"""MADV_POPULATE_READ, since Linux 5.14: map what is in the page cache now, not by a fault for each page later."""
+
+Layout: TypeAlias = dict[str, tuple[int, int]]
+"""Product -> its place in the file: [begin, end) in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a file is made of and for. `source` tells the weights from all others that were ever in their place."""
+
+    path: Path
+    source: str
+    packer: Packer
+    dtype: torch.dtype
+
+    def key(self, layout: Layout) -> bytes:
+        text = f"{self.source} {self.packer.layout} {self.dtype} {layout}"
+        return blake2b(text.encode(), digest_size=32).digest()
+
+
+def find_or_make(wanted: Wanted, weights: ModelWeights) -> NDArray[np.uint8] | None:
+    """The whole file, mapped read-only. Reads `weights` only if it has to be made; None if it cannot be."""
+    layout = lay_out(weights, wanted)
+    if (found := find(wanted, layout)) is not None:
+        return found
+    try:
+        wanted.path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(wanted.path.parent):
+            if (made_meanwhile := find(wanted, layout)) is not None:
+                return made_meanwhile
+            _make(wanted, layout, weights)
+        return find(wanted, layout)
+    except OSError as error:
+        place, reason = wanted.path.parent, error.strerror or error
+        log.warning("packed weights cannot be kept in %s (%s): each worker holds its own", place, reason)
+        return None
+
+
+def bind(packed: NDArray[np.uint8], wanted: Wanted, weights: ModelWeights) -> dict[str, Linear]:
+    """All products by name, on the mapped file. Nothing of `weights` is read but the biases."""
+    layout, linears = lay_out(weights, wanted), dict[str, Linear]()
+    for product in weights.products():
+        begin, end = layout[product.name]
+        bias = product.bias(wanted.dtype)
+        linears[product.name] = wanted.packer.bind(packed[begin:end], *product.shape, wanted.dtype, bias)
+    return linears
+
+
+def lay_out(weights: ModelWeights, wanted: Wanted) -> Layout:
+    """One product after the other, each from the start of a cache line on, as `Packer.pack` asks for."""
+    layout, place = Layout(), FIRST_PAGE
+    for product in weights.products():
+        end = place + wanted.packer.packed_bytes(*product.shape, wanted.dtype)
+        layout[product.name] = (place, end)
+        place = -(-end // LINE) * LINE
+    return layout
+
+
+# --------------------------------------------------------------------------------------------------------- find
+
+
+def find(wanted: Wanted, layout: Layout) -> NDArray[np.uint8] | None:
+    """Mapped, if it is there and what its seal says. A file whose mtime has changed since is hashed."""
+    try:
+        with wanted.path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            seal = _read_seal(file.read(FIRST_PAGE), wanted.key(layout))
+            if seal is None or seal.nbytes != stat.st_size or seal.nbytes != _file_bytes(layout):
+                return None
+            if seal.mtime_ns != stat.st_mtime_ns and seal.sha256 != _hash_of_rest(file):
+                return None
+            return _mapped(file, seal.nbytes)
+    except OSError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seal:
+    nbytes: int
+    mtime_ns: int
+    sha256: bytes
+
+
+def _read_seal(page: bytes, key: bytes) -> _Seal | None:
+    """None unless it is whole, and the seal of a file that was made for `key`."""
+    sealed, check = page[: SEAL.size], page[SEAL.size : SEAL.size + CHECK_BYTES]
+    if len(sealed) < SEAL.size or check != _check(sealed):
+        return None
+    magic, made_for, nbytes, mtime_ns, digest = SEAL.unpack(sealed)
+    return _Seal(nbytes, mtime_ns, digest) if (magic, made_for) == (MAGIC, key) else None
+
+
+def _check(sealed: bytes) -> bytes:
+    return blake2b(sealed, digest_size=CHECK_BYTES).digest()
+
+
+def _file_bytes(layout: Layout) -> int:
+    return max(end for _, end in layout.values())
+
+
+def _hash_of_rest(file: BinaryIO) -> bytes:
+    digest, block = sha256(), bytearray(1 << 20)
+    file.seek(FIRST_PAGE)
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        digest.update(memoryview(block)[:count])
+    return digest.digest()
+
+
+def _mapped(file: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
+    memory = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), POPULATE_READ):
+        if advice is not None:
+            with contextlib.suppress(OSError):  # of an older system: pages come when they are first read
+                memory.madvise(advice)
+    return np.frombuffer(memory, dtype=np.uint8)
+
+
+# --------------------------------------------------------------------------------------------------------- make
+
+
+def _make(wanted: Wanted, layout: Layout, weights: ModelWeights) -> None:
+    """Under the folder's lock, so that a leftover is nobody's but a killed worker's."""
+    folder, name = wanted.path.parent, wanted.path.name
+    for leftover in folder.glob("*.tmp"):
+        leftover.unlink()
+    began = time.monotonic()
+    unfinished = folder / f"{name}.{os.getpid()}.tmp"
+    try:
+        with unfinished.open("wb") as file:
+            nbytes = _file_bytes(layout)
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is known now, and no page is missing later
+            digest = _write(file, layout, wanted, {product.name: product for product in weights.products()})
+            mtime_s = int(time.time())  # whole seconds: what every file system keeps
+            sealed = SEAL.pack(MAGIC, wanted.key(layout), nbytes, mtime_s * 10**9, digest)
+            file.seek(0)
+            file.write(sealed + _check(sealed))
+            file.flush()
+            os.fsync(file.fileno())
+            os.utime(file.fileno(), (mtime_s, mtime_s))
+        unfinished.replace(wanted.path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    log.info("packed the weights in %.1f s: %s, %d MiB", time.monotonic() - began, wanted.path, nbytes >> 20)
+
+
+def _write(file: BinaryIO, layout: Layout, wanted: Wanted, products: Mapping[str, Product]) -> bytes:
+    """Pack each product and write it to its place; returns the SHA-256 of all that follows the first page."""
+    digest, place = sha256(), FIRST_PAGE
+    file.seek(place)
+    scratch = np.empty(max(end - begin for begin, end in layout.values()) + LINE, dtype=np.uint8)
+    scratch = scratch[-scratch.ctypes.data % LINE :]
+    for name, (begin, end) in layout.items():
+        packed = scratch[: end - begin]
+        wanted.packer.pack(products[name].weight(wanted.dtype), packed)
+        for part in (bytes(begin - place), memoryview(packed)):
+            digest.update(part)
+            file.write(part)
+        place = end
+    return digest.digest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process packs, the others wait for its file. The kernel releases the lock if this process dies."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
