@@ -261,6 +261,24 @@ def faults(context: typer.Context) -> None:
     _bench(context, "faults", "faults")
 
 
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def batching(context: typer.Context) -> None:
+    """Reproduce the continuous batching article, with pictures."""
+    _bench(context, "batching", "batching")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def trace(context: typer.Context) -> None:
+    """Show what each step of a worker did, from its journal."""
+    _bench(context, "trace_journal", "trace")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def validity(context: typer.Context) -> None:
+    """Compare simulated and measured latencies on this machine."""
+    _bench(context, "validity", "validity")
+
+
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Put load on a running server and time its answers."""
