@@ -36,7 +36,8 @@ COLD_BYTES = 128 << 20
 ROUND_OPERATIONS = 4e9
 """Arithmetic of one round at most, unless one product is more: then fewer copies are used, which many rows hide."""
 READ_BYTES = 64 << 20
-MULTIPLY_ROUNDS = 40_000
+MULTIPLY_ROUNDS = 10_000
+"""Of a first look at the peak. Samples take as long as the products beside them, to be disturbed as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Limits:
         self.multiply.argtypes, self.multiply.restype = [c_int32, c_int64, c_int32], c_int64
         self.memory = huge_memory(4 * READ_BYTES).fill_(1)
         self.turn = 0
+        self.rounds_per_s = {number: self._multiply(number, MULTIPLY_ROUNDS) for number in KINDS.values()}
 
     def bytes_per_s(self) -> float:
         """Reads a part of the memory that has not been read for a while."""
@@ -118,9 +120,13 @@ class Limits:
         address = self.memory.data_ptr() + self.turn * READ_BYTES
         return READ_BYTES / _seconds(lambda: self.read(address, READ_BYTES // 64, self.threads))
 
-    def operations_per_s(self, number: int) -> float:
-        each = self.multiply(number, 1, self.threads) * self.threads
-        return each * MULTIPLY_ROUNDS / _seconds(lambda: self.multiply(number, MULTIPLY_ROUNDS, self.threads))
+    def operations_per_s(self, number: int, for_about_s: float) -> float:
+        rounds = max(MULTIPLY_ROUNDS, int(self.rounds_per_s[number] * for_about_s))
+        return self._multiply(number, rounds) * self.threads * self.multiply(number, 0, 1)
+
+    def _multiply(self, number: int, rounds: int) -> float:
+        """Rounds per second of each thread."""
+        return rounds / _seconds(lambda: self.multiply(number, rounds, self.threads))
 
 
 class Pair:
@@ -147,7 +153,7 @@ class Pair:
             mine.append(_seconds(lambda: [linear(x) for linear in self.native[:copies]]) / copies)
             reads.append(limits.bytes_per_s())
             theirs.append(_seconds(lambda: [linear(x) for linear in self.torch[:copies]]) / copies)
-            products.append(limits.operations_per_s(KINDS[self.kind]))
+            products.append(limits.operations_per_s(KINDS[self.kind], mine[-1] * copies))
         seconds, torch_s, read, multiply = (statistics.median(each[1:]) for each in (mine, theirs, reads, products))
         nbytes = self.native[0].nbytes
         return Row(

@@ -43,9 +43,16 @@ void product_tiles(const struct product *product, tile_function *tile, int most,
         int64_t column = n / tiles, t = n % tiles;
         int row = (int)(product->rows * t / tiles), rows = (int)(product->rows * (t + 1) / tiles) - row;
         const char *panel = (const char *)weight->packed + column * panel_bytes;
-        /* The tiles of a panel fetch the next panel between them, so that the stream never pauses for arithmetic. */
-        const char *ahead = column + 1 < panels ? panel + panel_bytes + panel_bytes * t / tiles : panel;
-        tile(product, row, rows, panel, ahead, (int)(STEP_BYTES / tiles), out);
+        /* With few rows a panel is used as fast as it comes, and the hardware's own prefetching does best. With more, the
+         * first two tiles of a panel fetch half of the next one each, while they multiply. Measured on Zen 4: all of the
+         * bandwidth, or all of the speed of weights in L2. */
+        const char *ahead = panel;
+        int ahead_stride = 0;
+        if (product->rows > FEW_ROWS && column + 1 < panels && t < 2) {
+            ahead += panel_bytes + panel_bytes * t / 2;
+            ahead_stride = tiles == 1 ? STEP_BYTES : STEP_BYTES / 2;
+        }
+        tile(product, row, rows, panel, ahead, ahead_stride, out);
         const int first = (int)column * PANEL, count = weight->columns - first;
         if (count >= PANEL)
             finish(product, row, rows, first, PANEL, out);

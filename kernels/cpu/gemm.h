@@ -19,6 +19,7 @@
 #include "common.h"
 
 enum { CELL = 16, PANEL = 32, STEP_BYTES = 128, GROUP = 64 };
+enum { FEW_ROWS = 6 }; /* up to which a product waits for memory, and above it for arithmetic */
 
 enum number { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
@@ -46,7 +47,8 @@ struct product {
 /* One thread's share. All threads of a team call it; y is whole after the next barrier. int8 has a barrier inside. */
 void product_part(const struct product *product, int part, struct team *team);
 
-/* A tile: `rows` rows of x from `row` on times one panel into out. */
+/* A tile: `rows` rows of x from `row` on times one panel into out. On the way it fetches what lies `ahead`, so much of it
+ * with each step. */
 typedef void tile_function(const struct product *product, int row, int rows, const char *panel, const char *ahead,
                            int ahead_stride, float out[][PANEL]);
 

@@ -19,8 +19,7 @@ INLINE void tile(const int number, const int rows, const struct product *product
             words cell[CELLS * VECTORS];
 #pragma GCC unroll 8
             for (int v = 0; v < CELLS * VECTORS; v++) cell[v] = load_words(cells + v * sizeof(words));
-            __builtin_prefetch(ahead, 0, 2);
-            __builtin_prefetch(ahead + 64, 0, 2);
+            fetch(ahead);
 #pragma GCC unroll 12
             for (int r = 0; r < rows; r++) {
                 /* Four pointers and one stride reach twelve rows by the addressing modes of x86. */
@@ -30,7 +29,7 @@ INLINE void tile(const int number, const int rows, const struct product *product
                 for (int v = 0; v < CELLS * VECTORS; v++) acc[r][v] = dot(number, acc[r][v], cell[v], word);
             }
             cells += STEP_BYTES;
-            ahead += ahead_stride;
+            ahead += ahead_stride * CELLS / 2;
             x += 4, x3 += 4, x6 += 4, x9 += 4;
         }
 #pragma GCC unroll 12

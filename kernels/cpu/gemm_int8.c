@@ -152,8 +152,7 @@ INLINE void tile(const int rows, const struct product *product, int row, const c
                 words cell[CELLS * VECTORS];
 #pragma GCC unroll 8
                 for (int v = 0; v < CELLS * VECTORS; v++) cell[v] = in_register(load_words(cells + v * sizeof(words)));
-                __builtin_prefetch(ahead, 0, 2);
-                __builtin_prefetch(ahead + 64, 0, 2);
+                fetch(ahead);
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
                     uint32_t word = load_word((r < 3 ? x : x3) + r % 3 * stride);
@@ -161,7 +160,7 @@ INLINE void tile(const int rows, const struct product *product, int row, const c
                     for (int v = 0; v < CELLS * VECTORS; v++) sums[r][v] = dot_bytes(sums[r][v], cell[v], word);
                 }
                 cells += STEP_BYTES;
-                ahead += ahead_stride;
+                ahead += ahead_stride * CELLS / 2;
                 x += 4, x3 += 4;
             }
             floats scale[CELLS * VECTORS];
@@ -177,7 +176,7 @@ INLINE void tile(const int rows, const struct product *product, int row, const c
             }
             cells += GROUP_BYTES - SCALES;
             scales += GROUP_BYTES;
-            ahead += ahead_stride / 2; /* the scales' line */
+            ahead += ahead_stride * CELLS / 4; /* the scales' line */
             x += sizeof(struct row_group) - GROUP, x3 += sizeof(struct row_group) - GROUP;
         }
 #pragma GCC unroll 8
