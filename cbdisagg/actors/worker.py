@@ -73,13 +73,13 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
 
     folder, dtype, weights = Path(start.model), config.model.dtype, config.model.weights
-    page_size, packed = config.kv.page_size, cache_folder() / "packed"
-    model = describe(folder, dtype, weights)
+    page_size, cache = config.kv.page_size, cache_folder()
+    model = describe(folder, dtype, weights, cache)
     page_bytes = model.page_bytes(page_size)
     pages, max_len = size_pool(config.kv, config.model.max_len, model.context, model.layers * page_bytes)
     pool = create_pool(me, model.layers, pages, page_bytes)
     progress("loading weights", 0.2)
-    runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads, weights=weights, packed=packed)
+    runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads, weights=weights, cache=cache)
     fingerprint = f"{model.fingerprint} page {page_size} protocol {PROTOCOL_VERSION}"
     return Loaded(runner, pool, fingerprint, max_len)
 

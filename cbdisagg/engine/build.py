@@ -1,8 +1,8 @@
 """From a model folder to a runner, and what can be said of a model without loading it.
 
-Knows where everything comes from: transformers reads the config (never code from the folder), weights.py the tensors,
-families.py gives them meaning, kernels/ops.py the operators, packed_file.py the memory that workers share. The only
-place that sets torch's number of threads.
+Knows where everything comes from: specs.py reads the config, weights.py the tensors, families.py gives them meaning,
+kernels/ops.py the operators, packed_file.py the memory that workers share. The only place that sets torch's number of
+threads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.ops import Ops, select
 from numpy.typing import NDArray
-from transformers import AutoConfig
 
 from cbdisagg.config import ModelError
 from cbdisagg.engine import packed_file
-from cbdisagg.engine.families import Spec, check_family, spec_of, weights_of
+from cbdisagg.engine.families import Spec, weights_of
 from cbdisagg.engine.kv import LAYOUT, KvShape, pool_tensor
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
+from cbdisagg.engine.specs import read_spec
 from cbdisagg.engine.weight_files import weight_files
 from cbdisagg.engine.weights import load
 
@@ -57,9 +57,12 @@ class ModelInfo:
         return KvShape(self.layers, self.kv_heads, self.head_dim, page_size, _dtype(self.dtype)).page_bytes
 
 
-def describe(folder: Path, dtype: str, weights: str = "same") -> ModelInfo:
-    """Read the config and look at the weight files. Raises ModelError if the model cannot be served so."""
-    spec = _spec(folder)
+def describe(folder: Path, dtype: str, weights: str = "same", cache: Path | None = None) -> ModelInfo:
+    """Read the config and look at the weight files. Raises ModelError if the model cannot be served so.
+
+    `weights`: "same" or "int8". `cache`: see `build_runner`.
+    """
+    spec = read_spec(folder, cache)
     files = weight_files(folder)
     return ModelInfo(
         family=spec.family,
@@ -83,47 +86,36 @@ def build_runner(
     threads: int,
     ops: Ops | None = None,
     weights: str = "same",
-    packed: Path | None = None,
+    cache: Path | None = None,
 ) -> TorchRunner:
     """Load a model on the CPU. `memory` [layers, pages, page_bytes], writable, is its KV pool (`Pool.pages`).
 
     `max_len`: tokens of prompt + output that a sequence may have. `threads`: of each operator, from now on in the whole
-    process. `ops`: others than those that suit this machine best. `weights`: "same" or "int8". `packed`: the folder in
+    process. `ops`: others than those that suit this machine best. `weights`: "same" or "int8". `cache`: the folder in
     which packed weights are kept, for all workers of this host; None: in memory of this process. Raises ModelError if
     the folder holds no model of ours, the model cannot see `max_len` tokens, or int8 has no kernels here.
     """
     torch.set_num_threads(threads)
-    spec = _spec(folder)
+    spec = read_spec(folder, cache)
     _check_length(spec, max_len)
     shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, page_size, _dtype(dtype))
     ops = ops or _ops(dtype, weights)
-    linears = _linears(folder, spec, ops, shape.dtype, packed)
+    linears = _linears(folder, spec, ops, shape.dtype, cache)
     # Read anew: what packing has read is not mapped any more.
     decoder = Decoder(spec, weights_of(spec, load(folder)), linears, ops, pool_tensor(memory, shape), max_len)
     return TorchRunner(decoder, max_len)
 
 
-def _linears(folder: Path, spec: Spec, ops: Ops, dtype: torch.dtype, packed: Path | None) -> dict[str, Linear]:
-    """All products, on a packed file if there is a folder to keep one in."""
+def _linears(folder: Path, spec: Spec, ops: Ops, dtype: torch.dtype, cache: Path | None) -> dict[str, Linear]:
+    """All products, on a packed file if there is a place to keep one in."""
     weights = weights_of(spec, load(folder))
-    if packed is not None and ops.packer is not None:
+    if cache is not None and ops.packer is not None:
         place = blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
         name = f"{folder.name[:64]}-{place}-{str(dtype).removeprefix('torch.')}-{ops.name}.packed"
-        wanted = packed_file.Wanted(packed / name, _source(folder), ops.packer, dtype)
+        wanted = packed_file.Wanted(cache / "packed" / name, _source(folder), ops.packer, dtype)
         if (mapped := packed_file.find_or_make(wanted, weights)) is not None:
             return packed_file.bind(mapped, wanted, weights)
     return make_linears(weights, ops, dtype)
-
-
-def _spec(folder: Path) -> Spec:
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: config.json is missing: not a Hugging Face model folder")
-    try:
-        check_family(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(f"{folder / 'config.json'}: {str(error).splitlines()[0]}") from None
-    return spec_of(config)
 
 
 def _check_length(spec: Spec, max_len: int) -> None:

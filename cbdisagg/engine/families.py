@@ -9,34 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from msgspec import Struct
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cbdisagg.config import ModelError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # slow to import, and whoever has a config has imported it
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary positions: radians per position for each pair of a head, [head_dim / 2], and a factor on cos and sin."""
 
-    frequencies: Tensor
+class Rope(Struct, frozen=True, tag=True):
+    """Rotary positions: radians per position for each pair of a head, head_dim / 2, and a factor on cos and sin."""
+
+    frequencies: tuple[float, ...]
     scaling: float
 
 
-@dataclass(frozen=True, slots=True)
-class Learned:
+class Learned(Struct, frozen=True, tag=True):
     """Positions looked up in a table, `offset` rows in."""
 
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """One decoder. Counts are of elements; `context` is the longest prompt + output in tokens.
+class Spec(Struct, frozen=True):
+    """One decoder, as plain data. Counts are of elements; `context` is the longest prompt + output in tokens.
 
     `window`: a token sees this many keys including its own, or None. `norm_first`: norms before attention and
     feed-forward (else after each residual sum). `vocab`: ids at or above it are padding, never drawn.
@@ -181,11 +180,13 @@ def _rope(config: Any) -> Rope:
     if kind == "default":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        return Rope(1.0 / parameters["rope_theta"] ** exponents, 1.0)
+        return Rope(tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0)
     if kind not in ("linear", "llama3", "yarn"):
         raise ModelError(f"rope_type {kind!r} is not supported; supported: default, linear, llama3, yarn")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return Rope(frequencies, scaling)
+    return Rope(tuple(frequencies.tolist()), scaling)
 
 
 def _llama_weights(spec: Spec, tensors: Tensors) -> ModelWeights:

@@ -45,7 +45,7 @@ class Decoder:
         rotation: Rotation | None = None
         match spec.positions:
             case Rope(frequencies, scaling):
-                rotation = Rotation(frequencies, scaling, max_len)
+                rotation = Rotation(torch.tensor(frequencies), scaling, max_len)
             case Learned(offset):
                 assert weights.positions is not None
                 self.position_table = weights.positions[offset : offset + max_len].to(self.dtype)
