@@ -65,9 +65,7 @@ def profile(
         print(format_profile(found).decode(), end="")
         return
     Console().print(table(found))
-    Console().print(
-        f"Written to {out}. To use it: [profile] path, or cbdisagg simulate --profile {out}", soft_wrap=True
-    )
+    print(f"Written to {out}. To use it: [profile] path, or cbdisagg simulate --profile {out}")
 
 
 def _progress() -> Progress:
@@ -163,7 +161,7 @@ def table(found: Profile) -> Table:
         f"a step is {found.beside_step:.0%} slower beside another; "
         f"the host adds {1e3 * found.host.step_s:.2f} ms a step"
     )
-    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, min_width=78)
     for name in ("region", "median", "p90", "steps"):
         shown.add_column(name, justify="left" if name == "region" else "right")
     for region, error in found.errors.items():

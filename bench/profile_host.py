@@ -1,19 +1,23 @@
-"""What the host adds to steps: the production core's own time between two steps, and for a message.
+"""What the host adds to steps: the time between two of them, and that for a message.
 
-Knows one WorkerCore and a runner that takes no time; nothing of the model. What is timed is what a worker's loop does
-between the end of a step and the start of the next, tokens encoded and all.
+Knows one production WorkerCore and a runner that takes no time; nothing of the model. What is timed is what a worker
+does between the end of a step and the start of the next: from the computing thread to the loop, the core, the tokens
+encoded, and back to the thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 from cbdisagg_bench.profile_fit import solve
 
+from cbdisagg.actors.lane import Lane
 from cbdisagg.config import Config
 from cbdisagg.core.effects import RunStep, Tell
 from cbdisagg.core.events import FromWorkerInbox, StepDone
@@ -42,13 +46,15 @@ from cbdisagg.messages import (
 
 PROMPT = 512
 STEPS = 60
+HOPS = 200
 
 
 def measure_host(config: Config, batches: Sequence[int] = (1, 4, 16, 64)) -> Host:
     """`request_s` is what the api does for a prompt of 512 tokens beside HTTP and text: hashes and the message."""
     sizes = [batch for batch in batches if batch <= config.scheduler.max_batch]
     decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
-    asked, events, steps = [], [], []
+    asked, events = [], []
+    between: list[tuple[int, float]] = []
     for batch in sizes:
         worker = _Worker(config, batch)
         for n in range(batch):
@@ -56,9 +62,34 @@ def measure_host(config: Config, batches: Sequence[int] = (1, 4, 16, 64)) -> Hos
             data = encode(worker.request(n))
             asked.append(time.perf_counter() - started)
             events.append(worker.take(data, decoder))
-        steps.append(statistics.median(worker.step() for _ in range(STEPS)))
-    step_s, token_s = solve(np.array([[1.0, float(batch)] for batch in sizes]), np.array(steps))
-    return Host(statistics.median(events), step_s, token_s, statistics.median(asked))
+        worker.step()
+        between += [worker.step() for _ in range(STEPS)]
+    rows = np.array([[1.0, float(sequences)] for sequences, _ in between])
+    step_s, token_s = solve(rows, np.array([seconds for _, seconds in between]))
+    hop_s = asyncio.run(_hop_s())
+    return Host(statistics.median(events), step_s + hop_s, token_s, statistics.median(asked))
+
+
+async def _hop_s() -> float:
+    """From a computing thread to the loop and back."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+    lane = Lane("hops", lambda error: loop.call_soon_threadsafe(done.set_exception, error))
+    times: list[float] = []
+
+    def step() -> None:
+        times.append(time.perf_counter())
+        loop.call_soon_threadsafe(again)
+
+    def again() -> None:
+        if len(times) <= HOPS:
+            lane.do(step)
+        elif not done.done():
+            done.set_result(None)
+
+    lane.do(step)
+    await done
+    return statistics.median(after - before for before, after in pairwise(times))
 
 
 class _Worker:
@@ -91,15 +122,15 @@ class _Worker:
         self._feed(FromWorkerInbox(self._me, decoder.decode(data)))
         return time.perf_counter() - started
 
-    def step(self) -> float:
-        """Seconds from the end of one step until the next can start."""
+    def step(self) -> tuple[int, float]:
+        """Sequences in a step, and seconds from its end until the next can start."""
         assert self._plan is not None
         plan, self._plan = self._plan.plan, None
         self._now += 0.01
         result = StepResult(plan.number, tuple(Sampled((7,) * piece.draws) for piece in plan.slices), 0.01)
         started = time.perf_counter()
         self._feed(StepDone(result))
-        return time.perf_counter() - started
+        return len(plan.slices), time.perf_counter() - started
 
     def _feed(self, event: FromWorkerInbox | StepDone) -> None:
         for effect in self._core.handle(event, self._now):
