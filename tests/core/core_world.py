@@ -144,13 +144,15 @@ class Actor:
 
     def __init__(self, world: World, address: Address) -> None:
         self.world, self.address = world, address
-        self.wake_at: float | None = None
+        self.wake_at: float | None = None  # on the world's clock
+        self.clock_ahead = 0.0  # by so much its clock is ahead of the world's: no two hosts agree
         self.journal: list[tuple[Any, float, list[Effect]]] | None = []  # None: not kept
 
     def feed(self, core: Any, event: Any) -> None:
-        effects = core.handle(event, self.world.now)
+        now = self.world.now + self.clock_ahead
+        effects = core.handle(event, now)
         if self.journal is not None:
-            self.journal.append((event, self.world.now, effects))
+            self.journal.append((event, now, effects))
         for effect in effects:
             self.perform(effect)
 
@@ -159,7 +161,7 @@ class Actor:
             case Tell(to, message):
                 self.world.send(self.address, to, message)
             case Wake(at):
-                self.wake_at = at
+                self.wake_at = at - self.clock_ahead
             case Note():
                 pass
             case _:
@@ -622,12 +624,14 @@ class World:
                 core.scheduler.pushes,
             )
             assert not any(left), f"{worker.address.name} still has {left}"
-            assert not core.pages.quarantined and not core.pages.writers and not core.admission.computing
+            assert not core.pages.quarantined and not core.pages.writers, f"{worker.address.name} waits for a writer"
+            assert not core.admission.computing, f"{worker.address.name} waits for a prefix"
             assert core.pages.available() == core.pages.total, f"{worker.address.name} has lost pages"
             assert core.reporter.page_leaks == 0
-            assert not worker.expected
+            assert not worker.expected, f"{worker.address.name} still expects data"
             worker.check_replay()
-        assert not self.coordinator.core.placed
+        placed = self.coordinator.core.placed
+        assert not placed, f"the coordinator still knows of {list(placed)}"
         self.coordinator.check_replay()
 
     def describe(self) -> str:

@@ -118,7 +118,9 @@ class Walk:
             new.spend(step.fault)
         getattr(new, step.what)(*step.arguments)
         new.keep_prompt(self.scenario.prompt)
-        return new.state()
+        after = new.state()
+        self._check_owners(after)
+        return after
 
     # -------------------------------------------------------------------------------------------- what can happen
 
@@ -132,10 +134,15 @@ class Walk:
 
     def _events(self, state: State) -> Iterator[Step]:
         """What can happen by itself. The coordinator's timer rings when nothing else can happen."""
+        living = {SUPERVISOR.incarnation, *(incarnation for incarnation, _ in state.actors)}
         for pair, _ in state.queues:
             yield Step("deliver", (pair,))
+            if pair[0] not in living:
+                yield Step("cut", (pair,))
         for pair, _ in state.data:
             yield Step("deliver_data", (pair,))
+            if pair[0] not in living:
+                yield Step("cut_data", (pair,))
         quiet = not state.queues and not state.data
         for incarnation, local in state.actors:
             actor = self.tables.locals[local].actor
@@ -176,6 +183,11 @@ class Walk:
                 yield Step("restart_coordinator", ())
             case "api" if API in dict(state.actors):
                 yield Step("kill", (API,))
+
+    def _check_owners(self, state: State) -> None:
+        """One worker writes the stream of a submission. Who is to take it over from another is not it yet."""
+        owned = [owner for _, number in state.actors for owner in self.tables.locals[number].owned]
+        assert len(set(owned)) == len(owned), f"two workers write one stream: {owned}"
 
     # --------------------------------------------------------------------------------------------------- the end
 
@@ -224,8 +236,8 @@ class Walk:
             case Step("deliver" | "lose" as what, (pair,)):
                 _, message = self.tables.messages[dict(state.queues)[pair][0]]
                 return f"{what} {self._name(pair[0])} > {self._name(pair[1])}: {_brief(message)}"
-            case Step("deliver_data", (pair,)):
-                return f"data {self._name(pair[0])} > {self._name(pair[1])}"
+            case Step("deliver_data" | "cut" | "cut_data" as what, (pair,)):
+                return f"{what} {self._name(pair[0])} > {self._name(pair[1])}"
             case Step(what, (incarnation, *rest)):
                 return " ".join(str(part) for part in (what, self._name(incarnation), *rest))
         return step.what

@@ -72,6 +72,7 @@ SCENARIOS = [
     Scenario("P is suspected, all late", setting(), ONE, {"suspect prefill-0": 1}),
     Scenario("a message is lost", setting(), TWO, {"lose": 1}, prompt=PROMPT),
     Scenario("coordinator", setting(), ONE, {"coordinator": 1}, prompt=PROMPT),
+    Scenario("coordinator, api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS,)),
     Scenario("coordinator, all late", setting(ALONE), ONE, {"coordinator": 1, "cancel": 1}, most=2),
     Scenario("coordinator twice", setting(ALONE), ONE, {"coordinator": 2}, most=2, prompt=(APIS,)),
     Scenario("coordinator and worker", setting(ALONE), ONE, {"coordinator": 1, "kill any-0": 1}, most=2),
@@ -98,6 +99,10 @@ SCENARIOS = [
     ),
     Scenario("api", setting(), TWO, {"api": 1}),
     Scenario("prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario(
+        "hit", setting(pages=16, cache=True), asked("123", "123331112223"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT
+    ),
+    Scenario("crossed prefix", setting(CROSSED, cache=True), asked("1231", "1232"), {"cancel": 1}, prompt=PROMPT),
     Scenario("one token", setting(), asked("123", "22", tokens=1), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
     Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
     Scenario(
@@ -110,6 +115,14 @@ SCENARIOS = [
         {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
         most=2,
         prompt=PROMPT,
+    ),
+    Scenario(
+        "leaves, dies, api late",
+        setting(CROSSED),
+        asked("123", tokens=4),
+        {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
+        most=2,
+        prompt=(COORDINATORS,),
     ),
     Scenario("leaves, late", setting(CROSSED), asked("123", tokens=4), {"leave any-0": 1}),
 ]
@@ -137,3 +150,5 @@ LARGE = [
         prompt=PROMPT,
     ),
 ]
+
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS + LARGE}

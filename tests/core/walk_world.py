@@ -34,6 +34,7 @@ from cbdisagg.messages import (
     Message,
     PeerDown,
     Reported,
+    RequestId,
     Sampling,
     Suspect,
     Targets,
@@ -78,6 +79,7 @@ class Local:
 
     actor: Any
     now: float
+    owned: tuple[tuple[RequestId, int], ...]  # the submissions whose streams it writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class Tables:
         if isinstance(actor, WorkerActor):
             for page in actor.core.pages.free:
                 actor.pool[page] = [0] * self.setting.page_size
-        return self._number((actor.address.incarnation, picture(actor)), self.locals, Local(actor, now))
+        key = (actor.address.incarnation, picture(actor))
+        return self._number(key, self.locals, Local(actor, now, _owned(actor)))
 
     def outcome(self, local: int, event: Event) -> Outcome:
         found = self.outcomes.get((local, event))
@@ -258,6 +261,13 @@ class Draft:
     def deliver_data(self, pair: Pair) -> None:
         self.act(pair[1], "land", pair[0], _take(self.data, pair))
 
+    def cut(self, pair: Pair) -> None:
+        """The rest of what a process had to say has died with it."""
+        del self.queues[pair]
+
+    def cut_data(self, pair: Pair) -> None:
+        del self.data[pair]
+
     def keep_prompt(self, ranges: tuple[range, ...]) -> None:
         """Whose incarnation is in one of the ranges receives what is on its way to it."""
         while prompt := [pair for pair in self.queues if any(pair[1] in names for names in ranges)]:
@@ -276,7 +286,7 @@ class Draft:
         self._supervisor_sends(incarnation, Lead(self.tables.address(self.coordinator)))
 
     def kill(self, incarnation: int) -> None:
-        """SIGKILL, and the supervisor's evidence of it. What it has sent may still arrive."""
+        """SIGKILL, and the supervisor's evidence of it. What it has sent may still arrive, or not."""
         self._remove(incarnation)
         self.dead = tuple(sorted((*self.dead, incarnation)))
         self._supervisor_sends(self.coordinator, self._down(incarnation))
@@ -340,6 +350,12 @@ class Draft:
         for queues in (self.queues, self.data):
             for pair in [pair for pair in queues if pair[1] == incarnation]:
                 del queues[pair]
+
+
+def _owned(actor: Any) -> tuple[tuple[RequestId, int], ...]:
+    if not isinstance(actor, WorkerActor):
+        return ()
+    return tuple((id, r.spec.submission) for id, r in actor.core.requests.items() if not r.moves)
 
 
 def _pair_at_once(worker: WorkerActor) -> None:
