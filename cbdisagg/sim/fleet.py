@@ -1,7 +1,7 @@
 """Which workers there are and where they stand: the config's groups, on hosts and in racks.
 
 Knows sizes of pools and who reaches whom; makes the WorkerInfo that each worker says of itself. Hosts share memory and
-a near network, racks the links over which pages can be pushed. Groups are spread evenly over both.
+a near network, racks the links over which pages can be pushed. Roles are spread evenly over both.
 """
 
 from __future__ import annotations
@@ -39,21 +39,16 @@ class Place:
 
 def places(config: Config, layout: Layout) -> list[Place]:
     """One for each worker of the config, named as serve names them."""
-    total = sum(group.count for group in config.workers)
-    named: list[tuple[str, Role, float]] = []  # and how far into its group it is: neighbours are of all groups
+    roles = [group.role for group in config.workers for _ in range(group.count)]
+    named: list[tuple[str, Role, float]] = []  # and how far among its like it is: neighbours are of all roles
     counts: dict[Role, int] = {}
-    for group in config.workers:
-        for n in range(group.count):
-            index = counts.get(group.role, 0)
-            counts[group.role] = index + 1
-            named.append((f"{group.role}-{index}", group.role, (n + 0.5) / group.count))
+    for role in roles:
+        index = counts.get(role, 0)
+        counts[role] = index + 1
+        named.append((f"{role}-{index}", role, (index + 0.5) / roles.count(role)))
     seats = {name: seat for seat, (name, _, _) in enumerate(sorted(named, key=lambda worker: worker[2]))}
-    return [
-        Place(
-            name, role, f"host-{seats[name] // (layout.per_host or total)}", seats[name] // (layout.per_rack or total)
-        )
-        for name, role, _ in named
-    ]
+    per_host, per_rack = layout.per_host or len(roles), layout.per_rack or len(roles)
+    return [Place(name, role, f"host-{seats[name] // per_host}", seats[name] // per_rack) for name, role, _ in named]
 
 
 def pool_size(config: Config, profile: Profile) -> tuple[int, int]:

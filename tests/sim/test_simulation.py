@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_world import config, costs
 
+from cbdisagg.config import Policy
 from cbdisagg.core.invariants import check_coordinator, check_worker
 from cbdisagg.core.profile import Host
 from cbdisagg.core.worker import WorkerCore
-from cbdisagg.messages import Role
+from cbdisagg.messages import Prefill, Role
 from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.faults import Fault
-from cbdisagg.sim.fleet import Layout
+from cbdisagg.sim.fleet import Layout, places
 from cbdisagg.sim.machine import Machine
 from cbdisagg.sim.simulation import Outcome, Stuck, simulate
 from cbdisagg.sim.workload import Ask
@@ -230,3 +231,22 @@ def test_a_service_that_can_do_nothing_more_is_no_endless_run() -> None:
             faults=[Fault(0.1, "kill", "any-0")],
             restart_s=1e9,
         )
+
+
+def test_pages_move_within_a_rack_only_and_the_load_is_spread_over_all_racks() -> None:
+    layout = Layout(per_rack=4)
+    asks = make_workload(200, 400.0, Lengths(200), Lengths(20), 5)
+    told: set[tuple[str, str]] = set()
+
+    def watch(process: Any, now: float, event: Any, effects: Any) -> None:
+        told.update((process.address.name, e.to.name) for e in effects if isinstance(getattr(e, "message", 0), Prefill))
+
+    service = msgspec.structs.replace(
+        config(*["prefill"] * 20, *["decode"] * 20), policy=Policy(mode="disaggregate", queue_limit=1000)
+    )
+    outcome = simulate(service, costs(h=0.02), asks, layout, observer=watch)
+    check_all_there(outcome, asks)
+    racks = {place.name: place.rack for place in places(service, layout)}
+    assert len(set(racks.values())) == 10 and told
+    assert all(racks[asking] == racks[asked] for asking, asked in told)
+    assert {racks[asking] for asking, _ in told} == set(racks.values())
