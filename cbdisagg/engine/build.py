@@ -8,7 +8,6 @@ threads.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -110,9 +109,9 @@ def _linears(folder: Path, spec: Spec, ops: Ops, dtype: torch.dtype, cache: Path
     """All products, on a packed file if there is a place to keep one in."""
     weights = weights_of(spec, load(folder))
     if cache is not None and ops.packer is not None:
-        place = blake2b(os.fsencode(folder.resolve()), digest_size=6).hexdigest()
-        name = f"{folder.name[:64]}-{place}-{str(dtype).removeprefix('torch.')}-{ops.name}.packed"
-        wanted = packed_file.Wanted(cache / "packed" / name, _source(folder), ops.packer, dtype)
+        model = folder.resolve()
+        path = packed_file.path_for(cache / "packed", model, dtype, ops.name)
+        wanted = packed_file.Wanted(path, model, _source(folder), ops.packer, dtype)
         if (mapped := packed_file.find_or_make(wanted, weights)) is not None:
             return packed_file.bind(mapped, wanted, weights)
     return make_linears(weights, ops, dtype)

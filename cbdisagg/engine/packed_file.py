@@ -6,8 +6,9 @@ file: they are as fast as huge pages of one's own where the file system keeps la
 
 Life of a file: written under another name, its space taken first -> sealed by a first page that tells for what it was
 made and what it holds -> renamed into place -> mapped until the last worker has ended, even if a newer one has taken
-its place. A file that is not what its seal says, or was made for other weights or another build, is made anew. Where
-none can be had, there is None, and one line in the log says why.
+its place -> removed when its model is gone and another is packed. A file that is not what its seal says, or was made
+for other weights or another build, is made anew. Where none can be had, there is None, and one line in the log says
+why.
 """
 
 from __future__ import annotations
@@ -37,13 +38,16 @@ from cbdisagg.engine.families import ModelWeights, Product
 log = logging.getLogger(__name__)
 
 MAGIC = b"cbdpack\x01"
-SEAL = Struct("<8s32sQQ32s")
-"""Magic, key, bytes of the file, its mtime in ns, and the SHA-256 of what follows the first page."""
-CHECK_BYTES = 16
-"""Of the seal's own hash, which follows it."""
+SEAL = Struct("<8s32sQQ32sH")
+"""Magic, key, bytes of the file, its mtime in ns, the SHA-256 of what follows the first page, bytes of the model's
+path, which follows the seal."""
 FIRST_PAGE = 4096
+CHECK_BYTES = 16
+"""Of the hash of the first page, at its end."""
 POPULATE_READ = 22
 """MADV_POPULATE_READ, since Linux 5.14: map what is in the page cache now, not by a fault for each page later."""
+
+SUFFIX, UNFINISHED = ".packed", ".unfinished"
 
 Layout: TypeAlias = dict[str, tuple[int, int]]
 """Product -> its place in the file: [begin, end) in bytes."""
@@ -51,9 +55,13 @@ Layout: TypeAlias = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a file is made of and for. `source` tells the weights from all others that were ever in their place."""
+    """What a file is made of and for: a model, its packer and what its rows are; `path` is where it is kept.
+
+    `source` tells the model's weights from all others that were ever in their place.
+    """
 
     path: Path
+    model: Path
     source: str
     packer: Packer
     dtype: torch.dtype
@@ -61,6 +69,12 @@ class Wanted:
     def key(self, layout: Layout) -> bytes:
         text = f"{self.source} {self.packer.layout} {self.dtype} {layout}"
         return blake2b(text.encode(), digest_size=32).digest()
+
+
+def path_for(folder: Path, model: Path, dtype: torch.dtype, operators: str) -> Path:
+    """One for each model folder, dtype and set of operators: a newer build's takes the place of the one before."""
+    place = blake2b(os.fsencode(model), digest_size=6).hexdigest()
+    return folder / f"{model.name[:64]}-{place}-{str(dtype).removeprefix('torch.')}-{operators}{SUFFIX}"
 
 
 def find_or_make(wanted: Wanted, weights: ModelWeights) -> NDArray[np.uint8] | None:
@@ -109,8 +123,8 @@ def find(wanted: Wanted, layout: Layout) -> NDArray[np.uint8] | None:
     try:
         with wanted.path.open("rb") as file:
             stat = os.fstat(file.fileno())
-            seal = _read_seal(file.read(FIRST_PAGE), wanted.key(layout))
-            if seal is None or seal.nbytes != stat.st_size or seal.nbytes != _file_bytes(layout):
+            seal = _read_seal(file.read(FIRST_PAGE))
+            if seal is None or seal.key != wanted.key(layout) or seal.nbytes != stat.st_size:
                 return None
             if seal.mtime_ns != stat.st_mtime_ns and seal.sha256 != _hash_of_rest(file):
                 return None
@@ -121,26 +135,30 @@ def find(wanted: Wanted, layout: Layout) -> NDArray[np.uint8] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Seal:
+    key: bytes
     nbytes: int
     mtime_ns: int
     sha256: bytes
+    model: bytes
+
+    def page(self) -> bytes:
+        model = self.model if SEAL.size + len(self.model) <= FIRST_PAGE - CHECK_BYTES else b""
+        sealed = SEAL.pack(MAGIC, self.key, self.nbytes, self.mtime_ns, self.sha256, len(model)) + model
+        sealed = sealed.ljust(FIRST_PAGE - CHECK_BYTES, b"\0")
+        return sealed + _check(sealed)
 
 
-def _read_seal(page: bytes, key: bytes) -> _Seal | None:
-    """None unless it is whole, and the seal of a file that was made for `key`."""
-    sealed, check = page[: SEAL.size], page[SEAL.size : SEAL.size + CHECK_BYTES]
-    if len(sealed) < SEAL.size or check != _check(sealed):
+def _read_seal(page: bytes) -> _Seal | None:
+    """None unless it is a whole one."""
+    sealed, check = page[:-CHECK_BYTES], page[-CHECK_BYTES:]
+    if len(page) < FIRST_PAGE or not sealed.startswith(MAGIC) or check != _check(sealed):
         return None
-    magic, made_for, nbytes, mtime_ns, digest = SEAL.unpack(sealed)
-    return _Seal(nbytes, mtime_ns, digest) if (magic, made_for) == (MAGIC, key) else None
+    _, key, nbytes, mtime_ns, digest, length = SEAL.unpack_from(sealed)
+    return _Seal(key, nbytes, mtime_ns, digest, sealed[SEAL.size : SEAL.size + length])
 
 
 def _check(sealed: bytes) -> bytes:
     return blake2b(sealed, digest_size=CHECK_BYTES).digest()
-
-
-def _file_bytes(layout: Layout) -> int:
-    return max(end for _, end in layout.values())
 
 
 def _hash_of_rest(file: BinaryIO) -> bytes:
@@ -164,21 +182,19 @@ def _mapped(file: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
 
 
 def _make(wanted: Wanted, layout: Layout, weights: ModelWeights) -> None:
-    """Under the folder's lock, so that a leftover is nobody's but a killed worker's."""
-    folder, name = wanted.path.parent, wanted.path.name
-    for leftover in folder.glob("*.tmp"):
-        leftover.unlink()
+    """Under the folder's lock."""
+    _tidy(wanted.path.parent)
     began = time.monotonic()
-    unfinished = folder / f"{name}.{os.getpid()}.tmp"
+    unfinished = wanted.path.with_suffix(UNFINISHED)
     try:
         with unfinished.open("wb") as file:
-            nbytes = _file_bytes(layout)
+            nbytes = max(end for _, end in layout.values())
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is known now, and no page is missing later
             digest = _write(file, layout, wanted, {product.name: product for product in weights.products()})
             mtime_s = int(time.time())  # whole seconds: what every file system keeps
-            sealed = SEAL.pack(MAGIC, wanted.key(layout), nbytes, mtime_s * 10**9, digest)
+            seal = _Seal(wanted.key(layout), nbytes, mtime_s * 10**9, digest, os.fsencode(wanted.model))
             file.seek(0)
-            file.write(sealed + _check(sealed))
+            file.write(seal.page())
             file.flush()
             os.fsync(file.fileno())
             os.utime(file.fileno(), (mtime_s, mtime_s))
@@ -198,11 +214,22 @@ def _write(file: BinaryIO, layout: Layout, wanted: Wanted, products: Mapping[str
     for name, (begin, end) in layout.items():
         packed = scratch[: end - begin]
         wanted.packer.pack(products[name].weight(wanted.dtype), packed)
-        for part in (bytes(begin - place), memoryview(packed)):
+        for part in (bytes(begin - place), packed.data):
             digest.update(part)
             file.write(part)
         place = end
     return digest.digest()
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a killed worker has left, and the files of models that are gone."""
+    for leftover in folder.glob(f"*{UNFINISHED}"):
+        leftover.unlink()
+    for path in folder.glob(f"*{SUFFIX}"):
+        with path.open("rb") as file:
+            seal = _read_seal(file.read(FIRST_PAGE))
+        if seal is not None and seal.model and not os.path.exists(seal.model):
+            path.unlink()
 
 
 @contextmanager

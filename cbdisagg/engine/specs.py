@@ -7,6 +7,7 @@ transformers, and the code that turns one into the other. A file that is damaged
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from hashlib import blake2b
@@ -72,12 +73,14 @@ def _recall(kept: Path) -> Spec | None:
 def _keep(spec: Spec, kept: Path) -> None:
     """For the next start; workers that start at once rename whole files, one over the other."""
     text, unfinished = msgspec.json.encode(spec), kept.with_suffix(f".{os.getpid()}.tmp")
-    try:
+    with contextlib.suppress(OSError):  # no room, or no right to write: the next start reads the config again
         kept.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(_check(text) + text)
-        unfinished.replace(kept)
-    except OSError:
-        unfinished.unlink(missing_ok=True)  # no room, or no right to write: the next start reads the config again
+        try:
+            unfinished.write_bytes(_check(text) + text)
+            unfinished.replace(kept)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def _check(text: bytes) -> bytes:

@@ -73,10 +73,17 @@ class Twin:
     reference: Any
     pages: int = 80
 
-    def runner(self, dtype: str = "float32", max_len: int = CONTEXT, threads: int = 1) -> TorchRunner:
-        info = describe(self.folder, dtype)
+    def runner(
+        self,
+        dtype: str = "float32",
+        max_len: int = CONTEXT,
+        threads: int = 1,
+        weights: str = "same",
+        cache: Path | None = None,
+    ) -> TorchRunner:
+        info = describe(self.folder, dtype, weights, cache)
         memory = np.zeros((info.layers, self.pages, info.page_bytes(PAGE)), np.uint8)
-        return build_runner(self.folder, dtype, memory, PAGE, max_len, threads)
+        return build_runner(self.folder, dtype, memory, PAGE, max_len, threads, weights=weights, cache=cache)
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """[len(ids), vocab] in float32."""

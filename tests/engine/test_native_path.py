@@ -14,6 +14,7 @@ from cbdisagg_kernels.native import native
 from cbdisagg_kernels.native_layers import NativeLayers, can_fuse
 from cbdisagg_kernels.self_attention import TorchSelfAttention
 
+from cbdisagg.config import ModelError
 from cbdisagg.engine.build import describe
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.messages import Address, Admit, AttemptId, Push, RequestId, Sampling, Slice, StepPlan, pack
@@ -46,14 +47,28 @@ def test_a_whole_model_is_one_call(twin: Any) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("weights", ["same", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_call_gives_the_bits_of_its_operators(twin: Any, dtype: str, threads: int) -> None:
-    fused, apart = twin.runner(dtype, threads=threads), twin.runner(dtype)
+def test_one_call_gives_the_bits_of_its_operators(twin: Any, dtype: str, weights: str, threads: int) -> None:
+    fused, apart = twin.runner(dtype, threads=threads, weights=weights), twin.runner(dtype, weights=weights)
     apart.decoder.run_layers = apart.decoder.run_operators
     assert step(fused) == step(apart)
     pools = [each.decoder.pool.view(torch.uint8) for each in (fused, apart)]
     assert pools[0].any()
     assert torch.equal(*pools)
+
+
+def test_weights_in_int8_are_near_and_are_told_apart(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, rounded = llama.runner(), llama.runner(weights="int8")
+    hidden = torch.randn(40, 64)
+    logits, near = whole.decoder.logits(hidden), rounded.decoder.logits(hidden)
+    assert 0 < (near - logits).abs().max() < 0.03 * logits.abs().max()
+    assert rounded.decoder.head.nbytes < 0.3 * whole.decoder.head.nbytes
+    names = {describe(llama.folder, "bfloat16", weights).fingerprint for weights in ("same", "int8")}
+    assert len(names) == 2
+    monkeypatch.setattr(ops, "native", lambda: None)
+    with pytest.raises(ModelError, match=r'weights = "int8" needs the C kernels.*install a C compiler'):
+        describe(llama.folder, "bfloat16", "int8")
 
 
 def test_pushes_come_layer_by_layer_and_change_nothing(llama: Any) -> None:
