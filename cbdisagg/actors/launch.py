@@ -29,6 +29,7 @@ from cbdisagg.actors.placement import Spot
 from cbdisagg.actors.reload import check_reload
 from cbdisagg.actors.rolling import Rolling
 from cbdisagg.actors.start import Start, write_config
+from cbdisagg.actors.starting import SILENT_S, Starting
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.messages import (
     Address,
@@ -102,6 +103,7 @@ class Supervisor:
         self._dead: list[PeerDown] = []
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._starting = Starting(self._hangs, self._loop.time)
         self._host = socket.gethostname()
         decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
         place = Place.of(config.cluster, folder)
@@ -115,6 +117,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as group:
                 keepers = [group.create_task(self._keep(child)) for child in self.children]
                 keepers.append(group.create_task(self._rolling.run()))
+                keepers.append(group.create_task(self._starting.run()))
                 try:
                     await asyncio.wait((self._ended,))
                 finally:
@@ -179,7 +182,10 @@ class Supervisor:
             began = self._loop.time()
             await child.spawn(self._start_of(child), self._command, self._lifeline)
             assert child.process is not None
+            if child.kind == "worker":
+                self._starting.begins(child.name, child.incarnation)
             status = await child.process.wait()
+            self._starting.over(child.incarnation)
             self._down(child, cause(status))
             if self._leaving and child.kind == "api":
                 return self._stop_once()
@@ -247,6 +253,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------- messages
 
     def _receive(self, sender: Address, message: ToSupervisor) -> None:
+        self._starting.heard(sender.incarnation)
         match message:
             case Up(address, kind, _):
                 self._up(address, kind == "coordinator")
@@ -254,6 +261,8 @@ class Supervisor:
                 self._suspect(name, incarnation, reason)
             case Members():
                 self.members = message
+                for worker in message.workers:
+                    self._starting.over(worker.address.incarnation)
                 self._look_whether_ready()
             case Progress(stage, fraction):
                 if self._leaving and sender.name == "api":
@@ -305,6 +314,9 @@ class Supervisor:
     def _tell_coordinator(self, message: PeerDown | Suspect) -> None:
         if (coordinator := self._coordinator()) is not None:
             self._mailbox.tell(coordinator, message)
+
+    def _hangs(self, name: str, incarnation: int) -> None:
+        self._suspect(name, incarnation, f"it said nothing for {SILENT_S:.0f} s while it started")
 
     def _suspect(self, name: str, incarnation: int, reason: str) -> None:
         child = self._by_name.get(name)

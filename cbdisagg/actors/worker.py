@@ -26,6 +26,7 @@ from cbdisagg.actors.mailbox import LAST_WORDS_S, Mailbox, Place
 from cbdisagg.actors.shell import Shell
 from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start
+from cbdisagg.actors.starting import BEAT_S
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, WorkerEvent
 from cbdisagg.core.invariants import check_worker
@@ -116,9 +117,11 @@ class Worker:
         self._kept: list[FromWorkerInbox] = []
         self._shell: Shell[WorkerEvent] | None = None
         self._retired = False
+        self._stage = Progress("starting", 0.0)
         self._lanes = Lanes(*(Lane(name, life.crash_from_thread) for name in ("steps", "ways", "checks")))
         self._mailbox.start(self._receive, self._suspect)
         self._tell_supervisor(Up(self._mailbox.address, "worker", os.getpid()))
+        self._beat()
         self._lanes.steps.do(self._load)
 
     def close(self) -> None:
@@ -142,7 +145,14 @@ class Worker:
             self._from_thread(self._begin, loaded)
 
     def _progress(self, stage: str, fraction: float) -> None:
-        self._tell_supervisor(Progress(stage, fraction))
+        self._stage = Progress(stage, fraction)
+        self._tell_supervisor(self._stage)
+
+    def _beat(self) -> None:
+        """While it loads: the loop lives, and says so."""
+        if self._shell is None:
+            self._tell_supervisor(self._stage)
+            self._life.loop.call_later(BEAT_S, self._beat)
 
     def _begin(self, loaded: Loaded) -> None:
         address, config, keys = self._mailbox.address, self._config, self._place.keys
