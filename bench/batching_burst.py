@@ -94,7 +94,7 @@ def run_burst(
     detail: int = DETAIL,
     progress: Callable[[int], None] | None = None,
 ) -> Burst:
-    """Until every request has ended. `wall`: by the machine's clock, the core's own time included; else by the runner's.
+    """Until every request has ended. `wall`: by the machine's clock, the core's time included; else by the runner's.
 
     `progress` is told, after each step, how many requests have ended by then.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cbdisagg_bench.batching_memory import filled_of_held
 from cbdisagg_bench.batching_run import Results, Run
@@ -47,9 +48,7 @@ def checks(results: Results, *, exact_tokens: bool) -> list[Check]:
 def _tokens(results: Results, exact: bool) -> Iterator[Check]:
     for cap, requests in results.requests.items():
         runs = [run for (at, _), run in results.runs.items() if at == cap]
-        wrong = [
-            run.system for run in runs if [len(ids) for ids in run.burst.outputs] != [r.output for r in requests]
-        ]
+        wrong = [run.system for run in runs if [len(ids) for ids in run.burst.outputs] != [r.output for r in requests]]
         if wrong:
             yield Check(False, f"cap {cap}: every answer has its length; not so in {', '.join(wrong)}")
         walls = [run for run in runs if run.wall is not None]
@@ -78,7 +77,9 @@ def _reservations(results: Results) -> Iterator[Check]:
         for name in ("S0", "S1", "S2"):
             run = results.runs.get((cap, name))
             if run is not None and any(step.held % each for step in run.burst.trace.steps):
-                yield Check(False, f"cap {cap}: {name} reserves {each} tokens for each sequence; it holds other amounts")
+                yield Check(
+                    False, f"cap {cap}: {name} reserves {each} tokens for each sequence; it holds other amounts"
+                )
                 return
     yield Check(True, "S0, S1 and S2 hold whole reservations for the cap at every step")
 
@@ -112,7 +113,7 @@ def _order(results: Results) -> Iterator[Check]:
     for cap in results.caps:
         gains = [(name, results.speedup(cap, name)) for name in ORDER]
         found = [(name, gain) for name, gain in gains if gain is not None]
-        holds = all(later >= sooner * (1 - noise) for (_, sooner), (_, later) in zip(found, found[1:], strict=False))
+        holds = all(later >= sooner * (1 - noise) for (_, sooner), (_, later) in pairwise(found))
         shown = ", ".join(f"{name} {gain:.2f}" for name, gain in found)
         yield Check(holds, f"cap {cap}: S3 >= S2 >= S1 within {noise:.0%}: {shown}")
 
@@ -121,7 +122,7 @@ def _growth(results: Results) -> Iterator[Check]:
     gains = [gain for cap in sorted(results.caps) if (gain := results.speedup(cap, "S3")) is not None]
     if len(gains) > 1:
         noise = NOISE[results.clock]
-        holds = all(later >= sooner * (1 - noise) for sooner, later in zip(gains, gains[1:], strict=False))
+        holds = all(later >= sooner * (1 - noise) for sooner, later in pairwise(gains))
         yield Check(holds, f"S3/S1 grows with the cap: {', '.join(f'{gain:.2f}' for gain in gains)}")
 
 
@@ -141,4 +142,6 @@ def _paged_waste(results: Results) -> Iterator[Check]:
         run = results.runs.get((cap, "S3"))
         if run is not None and results.scale.page_size == 16:
             waste = 1 - filled_of_held(run.burst.trace)
-            yield Check(waste < PAGED_WASTE, f"cap {cap}: paged waste at page 16 is below {PAGED_WASTE:.0%}: {waste:.1%}")
+            yield Check(
+                waste < PAGED_WASTE, f"cap {cap}: paged waste at page 16 is below {PAGED_WASTE:.0%}: {waste:.1%}"
+            )

@@ -59,9 +59,7 @@ def lengths(count: int, mean: float, cap: int, numpy_seed: int) -> list[int]:
     return found
 
 
-def _requests(
-    count: int, prompt: tuple[int, int], mean: float, cap: int, vocab: int, seed: int
-) -> list[Request]:
+def _requests(count: int, prompt: tuple[int, int], mean: float, cap: int, vocab: int, seed: int) -> list[Request]:
     draw = random.Random(seed)
     sizes = [draw.randint(*prompt) for _ in range(count)]
     prompts = [tuple(draw.randint(*IDS) % vocab for _ in range(size)) for size in sizes]

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 from cbdisagg_bench.batching_burst import Burst, PricedRunner, run_burst
 from cbdisagg_bench.batching_lengths import Request, burst
+from cbdisagg_bench.batching_pair import run_pair
 from cbdisagg_bench.batching_scales import Scale
 from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
 from cbdisagg_bench.batching_wall import Lab
 
 from cbdisagg.core.cost import CostModel
+from cbdisagg.core.profile import Profile
 
 DETAIL = 48
 """Steps whose cells are kept, for the slot pictures."""
@@ -42,9 +44,13 @@ class Results:
 
     scale: Scale
     clock: str
-    cost: CostModel
+    profile: Profile
     requests: dict[int, list[Request]]
     runs: dict[tuple[int, str], Run] = field(default_factory=dict)
+
+    @property
+    def cost(self) -> CostModel:
+        return self.profile.cost
 
     @property
     def caps(self) -> list[int]:
@@ -76,12 +82,18 @@ def run_virtual(results: Results, systems: Sequence[str], progress: Callable[[st
             config = SYSTEMS[name].config(results.scale, cap, max(r.output for r in requests))
             done = run_burst(config, requests, PricedRunner(results.cost), wall=False, detail=DETAIL)
             results.runs[cap, name] = Run(name, cap, done)
+        for name in [name for name in systems if name not in ALONE]:
+            progress(f"cap {cap}: {name}")
+            config = SYSTEMS[name].config(results.scale, cap, max(r.output for r in requests))
+            results.runs[cap, name] = Run(name, cap, run_pair(config, results.profile, requests))
 
 
 def run_wall(results: Results, lab: Lab, progress: Callable[[str, float], None]) -> None:
     """What has been run by the virtual clock, with the model. `progress`: (what runs, predicted seconds done)."""
     done_s = 0.0
     for (cap, name), run in list(results.runs.items()):
+        if name not in ALONE:
+            continue
         requests = results.requests[cap]
         progress(f"cap {cap}: {name}", done_s)
         config = SYSTEMS[name].config(results.scale, cap, max(r.output for r in requests))

@@ -21,7 +21,8 @@ SMOLLM2_KV_BYTES = 2 * 30 * 3 * 64 * 2
 class Scale:
     """Lengths in tokens. `pool`: KV tokens in all; `chunk`: token budget of a step with chunked prefill.
 
-    `requests`, `quick`: of the burst; `arrivals`: of the latency experiment.
+    `max_batch`: sequences that run at once, more than the pool has room for. `requests`, `quick`: of the burst;
+    `arrivals`: of the latency experiment.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Scale:
     page_size: int
     pool: int
     chunk: int
+    max_batch: int
     requests: int
     quick: int
     arrivals: int
@@ -88,7 +90,7 @@ REFERENCE_CPU = Profile(
     beside_step=1.0,
     note="stated, not measured here; --clock wall measures",
 )
-"""Bound by memory up to about 13 tokens in a step. Two workers share the cores: beside another step, one takes twice."""
+"""Bound by memory up to about 13 tokens in a step. Two workers share the cores: beside another, a step takes twice."""
 
 _ARTICLE = {
     "prompt": 512,
@@ -97,6 +99,7 @@ _ARTICLE = {
     "page_size": 16,
     "pool": 15_696,
     "chunk": 512,
+    "max_batch": 64,
     "vocab": 50_272,
     "quick": 40,
     "arrivals": 100,
@@ -112,6 +115,7 @@ SCALES: dict[str, Scale] = {
         page_size=8,
         pool=1024,
         chunk=64,
+        max_batch=16,
         requests=200,
         quick=40,
         arrivals=100,

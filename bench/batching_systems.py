@@ -12,9 +12,8 @@ from cbdisagg_bench.batching_scales import Scale
 from cbdisagg.config import Config, Kv, Model, Policy, Scheduler, Targets, Workers
 from cbdisagg.core.baselines import Allocator, Batching
 
-MAX_BATCH = 64
 NO_TARGETS = Targets(ttft_ms=3_600_000, tpot_ms=600_000)
-"""Whole prompts ride in steps with decodes: how long a step takes decides nothing, so every clock sees the same steps."""
+"""Whole prompts ride in steps with decodes. How long a step takes decides nothing: every clock sees the same steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +32,12 @@ class System:
     def label(self) -> str:
         return f"{self.id} {self.name}"
 
-    def config(self, scale: Scale, cap: int, longest: int) -> Config:
-        """`longest`: the workload's longest answer, which the article's static baseline was told; nobody else is."""
+    def config(self, scale: Scale, cap: int, longest: int, max_batch: int = 0) -> Config:
+        """`longest`: the workload's longest answer, which the article's static baseline was told; nobody else is.
+
+        `max_batch` 0: the scale's.
+        """
+        max_batch = max_batch or scale.max_batch
         roles = ("prefill", "decode") if self.disaggregated else ("any",)
         return Config(
             model=Model(name="smollm2", max_len=scale.prompt + cap),
@@ -47,8 +50,8 @@ class System:
                 allocator=self.allocator,
             ),
             scheduler=Scheduler(
-                max_batch=MAX_BATCH,
-                token_budget=max(MAX_BATCH, scale.chunk if self.chunked else scale.pool),
+                max_batch=max_batch,
+                token_budget=max(max_batch, scale.chunk if self.chunked else scale.pool),
                 batching=self.batching,
                 static_length=longest if self.batching == "static-global" else 0,
             ),

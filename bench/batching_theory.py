@@ -49,7 +49,9 @@ CAVEATS = (
     "with them paging, gain little there; use bfloat16.",
     "Above a system's capacity the median latency grows with the number of requests: it says nothing without that "
     "number.",
-    "On equal hardware, disaggregation is expected to better the tail of the gaps between tokens, not tokens per second.",
+    "On equal hardware, disaggregation is expected to better the tail of the gaps between tokens, not the throughput.",
+    "S4 and S4r are two workers of the scale, each with half the pool: compare them with each other. At GPU scale they "
+    "have twice the hardware of the others; at CPU scale they share the cores.",
     "S2b starts at the prompt and one token, and doubles its output part whenever it is outgrown. The published "
     "power-of-two allocator knows the final length up to a factor of two, which no server does.",
     "Reservations are made of pages: a static batch is the pool's pages divided by those of max_len.",

@@ -37,15 +37,15 @@ class Lab:
         """No slot is taken. One at a time: they share the pool."""
         return TorchRunner(self._decoder, self._max_len)
 
-    def calibrate(self, progress: Callable[[int, int], None], rounds: int = ROUNDS) -> tuple[CostModel, list[Case]]:
-        """The cost model fitted to steps as these systems make them, and those steps. `progress`: (done, of)."""
+    def calibrate(self, progress: Callable[[int, int], None], rounds: int = ROUNDS) -> CostModel:
+        """The cost model fitted to steps as these systems make them. `progress`: (done, of)."""
         cases = calibration(self.scale)
         stepper = Stepper(self.folder, self.dtype, self.threads, self.scale.page_size, cases, seed=0)
         for done, _ in enumerate(stepper.measure(cases, rounds), 1):
             progress(done, rounds * len(cases))
         steps = fit_steps(cases)
         link = self.scale.profile
-        return CostModel(**asdict(steps), t0=link.t0, t_d=link.t_d, B=link.B), cases
+        return CostModel(**asdict(steps), t0=link.t0, t_d=link.t_d, B=link.B)
 
 
 def calibration(scale: Scale) -> list[Case]:

@@ -25,7 +25,7 @@ Phase: TypeAlias = Literal["prefill", "decode", "end", "wasted"]
 
 
 class Cell(NamedTuple):
-    """`count` tokens of `request` after `start` computed ones, in `slot`. `drawn` tokens came of it, maybe the `last`."""
+    """`count` tokens of `request` after `start` computed ones, in `slot`; `drawn` came of it, maybe the `last` one."""
 
     slot: int
     request: RequestId

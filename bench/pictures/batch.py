@@ -8,24 +8,23 @@ import matplotlib as mpl
 import numpy as np
 from cbdisagg_bench.batching_run import Results
 from cbdisagg_bench.batching_systems import SYSTEMS as ALL
-from cbdisagg_bench.pictures.style import SETTINGS, SYSTEMS, figure, grid_lines, save
+from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 from cbdisagg_bench.trace import Step
 
 from cbdisagg.core.cost import CostModel
 
-BINS = 150
-STYLES = {"S2b": "--", "S3c": ":"}
+BINS = 60
 
 
 def draw_batch(folder: Path, results: Results, cap: int) -> None:
-    """Living sequences in a step, averaged over equal spans of time; the mean of the run in the legend."""
+    """Living sequences in a step, averaged over spans of time that are equal on the axis; the mean in the legend."""
     with mpl.rc_context(SETTINGS):
         made, axes = figure(8, 4)
         for name in results.systems:
             run = results.runs[cap, name].burst
             at, batch = _averaged(run.trace.steps)
             label = f"{ALL[name].label}: mean {run.mean_batch:.1f}"
-            axes.plot(at, batch, STYLES.get(name, "-"), color=SYSTEMS[name], lw=1.2, label=label)
+            axes.step(at, batch, LINES.get(name, "-"), where="mid", color=SYSTEMS[name], lw=1.2, label=label)
         axes.set_xscale("log")
         axes.set_xlabel("time, s (log)")
         axes.set_ylabel("sequences that are wanted, in a step")
@@ -37,14 +36,15 @@ def draw_batch(folder: Path, results: Results, cap: int) -> None:
 
 
 def _averaged(steps: list[Step]) -> tuple[list[float], list[float]]:
-    parts = np.array_split(np.arange(len(steps)), min(BINS, len(steps)))
-    at, batch = [], []
-    for part in parts:
-        some = [steps[n] for n in part]
-        seconds = sum(step.seconds for step in some)
-        at.append(max(some[0].at_s, some[0].seconds))
-        batch.append(sum(step.batch * step.seconds for step in some) / seconds)
-    return at, batch
+    """The middle of each span that has a step's end in it, and the mean batch of those steps."""
+    ends = np.array([step.at_s + step.seconds for step in steps])
+    edges = np.geomspace(ends[0], ends[-1], BINS + 1)
+    spans = np.clip(np.searchsorted(edges, ends, "right") - 1, 0, BINS - 1)
+    seconds = np.array([step.seconds for step in steps])
+    weighted = np.array([step.batch for step in steps]) * seconds
+    used = [n for n in range(BINS) if (spans == n).any()]
+    at = [float(np.sqrt(edges[n] * edges[n + 1])) for n in used]
+    return at, [float(weighted[spans == n].sum() / seconds[spans == n].sum()) for n in used]
 
 
 def draw_roofline(folder: Path, results: Results, cap: int) -> None:

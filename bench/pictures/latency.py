@@ -10,7 +10,7 @@ import numpy as np
 from cbdisagg_bench.batching_latency import Latencies, Tail
 from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import PUBLISHED_MEDIAN_S
-from cbdisagg_bench.pictures.style import SETTINGS, SYSTEMS, figure, grid_lines, save
+from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 
 
 def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
@@ -22,7 +22,8 @@ def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
             for one in [one for one in seen if one.rate.qps == qps and not one.rate.fraction]:
                 values = np.sort(one.e2e)
                 share = np.arange(1, len(values) + 1) / len(values)
-                panel.step(values, share, where="post", color=SYSTEMS[one.system], label=ALL[one.system].label)
+                look = {"color": SYSTEMS[one.system], "ls": LINES.get(one.system, "-"), "lw": 1.3}
+                panel.step(values, share, where="post", label=ALL[one.system].label, **look)
             if scale == "a100" and qps in PUBLISHED_MEDIAN_S:
                 published = PUBLISHED_MEDIAN_S[qps]
                 panel.plot(published, 0.5, "*", color="black", ms=9, label="published median: vLLM, A100")
@@ -30,7 +31,7 @@ def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
             panel.set_xscale("log")
             panel.set_ylim(0, 1)
             panel.set_xlabel("end-to-end latency, s (log)")
-            panel.set_title(f"{qps:g} requests per second")
+            panel.set_title(f"QPS {qps:g}")
             grid_lines(panel, "both")
         axes[0][0].set_ylabel("part of the requests")
         handles, labels = axes[0][0].get_legend_handles_labels()
@@ -43,8 +44,12 @@ def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
     """Mean latency of each system at each rate, split: waiting, prefill, decode. The median as a point."""
     systems = list(dict.fromkeys(one.system for one in seen))
     with mpl.rc_context(SETTINGS):
-        made, axes = figure(2.0 * max(3, len(systems)), 4.2, 1, len(systems), squeeze=False, sharey=True)
-        for panel, name in zip(axes[0], systems, strict=True):
+        columns = min(5, len(systems))
+        rows = -(-len(systems) // columns)
+        made, axes = figure(2.2 * max(3, columns), 1.2 + 2.9 * rows, rows, columns, squeeze=False, sharey=True)
+        for panel in axes.flat[len(systems) :]:
+            panel.set_visible(False)
+        for panel, name in zip(axes.flat, systems, strict=False):
             mine = [one for one in seen if one.system == name]
             places = np.arange(len(mine))
             bottom = np.zeros(len(mine))
@@ -56,7 +61,8 @@ def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
             panel.set_xticks(places, [one.rate.label for one in mine], rotation=60, ha="right", fontsize=7)
             panel.set_title(name)
             grid_lines(panel)
-        axes[0][0].set_ylabel("mean latency, s")
+        for row in axes:
+            row[0].set_ylabel("mean latency, s")
         handles, labels = axes[0][0].get_legend_handles_labels()
         made.legend(handles, labels, loc="outside lower center", ncols=4)
         made.suptitle(f"Where latency comes from, {len(seen[0].e2e)} requests, scale {scale}")
@@ -74,9 +80,10 @@ def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) ->
             labels: dict[tuple[float, float], list[str]] = {}
             for point, (x, y) in zip(mine, pairs, strict=True):
                 labels.setdefault((round(x, 1), round(y)), []).append(str(point.chunk or "whole"))
-            for n, (place, names) in enumerate(labels.items()):
-                offset = (6, 5 if n % 2 else -10)
-                axes.annotate(", ".join(names), place, textcoords="offset points", xytext=offset, fontsize=7)
+            for place, names in labels.items():
+                offset = (0, 7) if name == "S4r" else (7, -8 if "whole" in names else 1)
+                side = "center" if name == "S4r" else "left"
+                axes.annotate(", ".join(names), place, textcoords="offset points", xytext=offset, ha=side, fontsize=7)
         axes.set_xlabel("p99 of the gap between tokens, ms (log)")
         axes.set_ylabel("p99 of the time to the first token, ms (log)")
         axes.set_xscale("log")

@@ -18,7 +18,7 @@ PARTS = (
     ("filled", "tokens", "#4f8ef7"),
     ("promised", "reserved, will be filled", "#a5d6a7"),
     ("internal", "reserved in vain (internal)", "#ffb74d"),
-    ("external", "free, unusable while others wait (external)", "#e0e0e0"),
+    ("external", "free while others wait (external, or kept to grow)", "#e0e0e0"),
 )
 SHOWN = ("S2", "S2b", "S2c", "S3")
 POINTS = 400
@@ -30,7 +30,7 @@ def draw_memory(folder: Path, results: Results, cap: int) -> None:
     with mpl.rc_context(SETTINGS):
         made, axes = figure(2.7 * (len(names) + 1.3), 3.9, 1, len(names) + 1, width_ratios=[1] * len(names) + [1.5])
         for panel, name in zip(axes, names, strict=False):
-            _stack(panel, results.runs[cap, name].burst.trace)
+            stack(panel, results.runs[cap, name].burst.trace)
             panel.set_title(f"{name}: {ALL[name].allocator}")
             panel.set_xlabel("time, s")
         axes[0].set_ylabel("part of the KV memory")
@@ -41,10 +41,11 @@ def draw_memory(folder: Path, results: Results, cap: int) -> None:
         save(made, folder, "memory")
 
 
-def _stack(axes: object, trace: Trace) -> None:
+def stack(axes: object, trace: Trace) -> None:
+    """The pool's parts over the seconds since the first step, one above the other."""
     steps = _thinned(trace.steps)
     pool = trace.pool_tokens
-    at = [step.at_s for step in steps]
+    at = [step.at_s - steps[0].at_s for step in steps]
     filled = np.array([step.filled for step in steps]) / pool
     promised = np.array([step.promised for step in steps]) / pool
     held = np.array([step.held for step in steps]) / pool

@@ -42,9 +42,7 @@ def _draw(axes: Axes, grid: Grid, width: int, rows: int) -> None:
     line = 0.8 if named else 0.15
     for y, row in enumerate(grid.rows):
         for x, square in enumerate(row):
-            axes.add_patch(
-                Rectangle((x, y), 1, 1, facecolor=PHASES[square.mark], edgecolor="#999999", linewidth=line)
-            )
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=PHASES[square.mark], edgecolor="#999999", linewidth=line))
             if named and square.request >= 0:
                 axes.text(x + 0.5, y + 0.5, f"S{square.request + 1}", ha="center", va="center", fontsize=7)
     axes.set_xlim(0, width)

@@ -13,7 +13,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
-from matplotlib.figure import Figure  # noqa: E402  # after the choice of a backend that needs no screen
+from matplotlib.figure import Figure  # after the choice of a backend that needs no screen
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +28,10 @@ SYSTEMS = {
     "S3": "#1e88e5",
     "S3c": "#00897b",
     "S4": "#d81b60",
-    "S4r": "#6d4c41",
+    "S4r": "#7cb342",
 }
+LINES = {"S2b": "--", "S3c": ":", "S4r": "-."}
+"""Of systems that often lie upon others."""
 SETTINGS: dict[str, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from cbdisagg_bench.batching_run import Results
 from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import EXPECTED, PUBLISHED_STATIC, PUBLISHED_VLLM
-from cbdisagg_bench.pictures.style import SETTINGS, SYSTEMS, figure, grid_lines, save
+from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 
 
 def draw_throughput(folder: Path, results: Results) -> None:
@@ -19,10 +19,11 @@ def draw_throughput(folder: Path, results: Results) -> None:
         made, (left, right) = figure(11, 4.4, 1, 2)
         for name in results.systems:
             rates = [results.runs[cap, name].burst.tokens_per_s for cap in caps]
-            left.plot(places, rates, marker="o", ms=4, lw=1.4, color=SYSTEMS[name], label=ALL[name].label)
+            look = {"marker": "o", "ms": 4, "lw": 1.4, "color": SYSTEMS[name], "ls": LINES.get(name, "-")}
+            left.plot(places, rates, label=ALL[name].label, **look)
             gains = [results.speedup(cap, name) for cap in caps]
             if None not in gains:
-                right.plot(places, gains, marker="o", ms=4, lw=1.4, color=SYSTEMS[name], label=name)
+                right.plot(places, gains, label=name, **look)
         _published(left, results, caps)
         _expected(right, results, caps)
         left.set_ylabel("prompt + output tokens per second (log)")
@@ -33,9 +34,13 @@ def draw_throughput(folder: Path, results: Results) -> None:
             axes.set_xlabel("largest output length (cap), tokens")
             grid_lines(axes)
         right.axhline(1, color="#888888", lw=0.8)
-        right.yaxis.set_major_locator(mpl.ticker.FixedLocator([0.25, 0.5, 1, 2, 3, 4, 6]))
-        right.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
-        right.yaxis.set_minor_locator(mpl.ticker.NullLocator())
+        for axes, ticks in (
+            (left, [100, 200, 300, 500, 1000, 2000, 3000, 5000, 10_000, 20_000]),
+            (right, [0.25, 0.5, 1, 2, 3, 4, 6, 8]),
+        ):
+            axes.yaxis.set_major_locator(mpl.ticker.FixedLocator(ticks))
+            axes.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_locator(mpl.ticker.NullLocator())
         handles, labels = left.get_legend_handles_labels()
         more, others = right.get_legend_handles_labels()
         marks = [(h, label) for h, label in zip(more, others, strict=True) if label not in ALL]

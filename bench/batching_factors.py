@@ -1,0 +1,54 @@
+"""Where the published 23x comes from: a product of factors, each the quotient of two runs that differ in one thing.
+
+Knows the chain from the article's static baseline to our own way, at the largest cap and by the cost model. What the
+product leaves of the published factor is neither scheduling nor memory: kernels, and all else that differed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cbdisagg_bench.batching_burst import PricedRunner, run_burst
+from cbdisagg_bench.batching_run import Results
+from cbdisagg_bench.batching_systems import SYSTEMS
+from cbdisagg_bench.batching_theory import PUBLISHED_BATCH, PUBLISHED_STATIC, PUBLISHED_VLLM
+
+ARTICLE_CAP = 1536
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    name: str
+    value: float
+    text: str
+
+
+def factors(results: Results, progress: Callable[[str], None]) -> list[Factor]:
+    """Empty if a system of the chain, or the largest cap, was left out."""
+    scale, cap = results.scale, results.scale.caps[-1]
+    if any((cap, name) not in results.runs for name in ("S1", "S2", "S3")):
+        return []
+    batch = PUBLISHED_BATCH[ARTICLE_CAP]
+    requests = results.requests[cap]
+    small = {}
+    for name in ("S0", "S1"):
+        progress(f"{name} at the article's batch of {batch}")
+        config = SYSTEMS[name].config(scale, cap, max(r.output for r in requests), max_batch=batch)
+        small[name] = run_burst(config, requests, PricedRunner(results.cost), wall=False, detail=0).seconds
+    seconds = {name: results.runs[cap, name].virtual.seconds for name in ("S1", "S2", "S3")}
+    found = [
+        Factor("baseline artefact", small["S0"] / small["S1"], f"batches of {batch} end at their own longest answer"),
+        Factor("static batch", small["S1"] / seconds["S1"], "the batch that fills the pool instead of the article's"),
+        Factor("scheduling", seconds["S1"] / seconds["S2"], "S1 to S2: who ends makes room at once"),
+        Factor("memory", seconds["S2"] / seconds["S3"], "S2 to S3: pages as tokens come instead of max_len"),
+    ]
+    product = 1.0
+    for factor in found:
+        product *= factor.value
+    found.append(Factor("product", product, "S3 over the article's baseline, same model code and kernels"))
+    if scale.name == "a100":
+        published = PUBLISHED_VLLM[ARTICLE_CAP] / PUBLISHED_STATIC[ARTICLE_CAP]
+        found.append(Factor("published", published, "vLLM over the static baseline: 1898 / 81 tokens per second"))
+        found.append(Factor("kernels and all else", published / product, "published over our product"))
+    return found

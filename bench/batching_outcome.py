@@ -1,0 +1,78 @@
+"""Everything that one command of the experiment found, and who made it. Tables and JSON; no pictures here."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cbdisagg_bench.batching_checks import Check
+from cbdisagg_bench.batching_factors import Factor
+from cbdisagg_bench.batching_latency import Latencies, Tail
+from cbdisagg_bench.batching_run import Results
+from cbdisagg_bench.batching_tables import (
+    Rows,
+    as_json,
+    factor_rows,
+    latency_rows,
+    system_rows,
+    tail_rows,
+    throughput_rows,
+)
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that one command found. `origin`: command, seed, machine, versions, and what was left out."""
+
+    results: Results
+    checks: list[Check]
+    factors: list[Factor]
+    latencies: list[Latencies]
+    tails: list[Tail]
+    load: float
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tables(self) -> list[Rows]:
+        latency = [one.system for one in self.latencies]
+        named = dict.fromkeys([*self.results.systems, *latency, *(point.system for point in self.tails)])
+        found = [system_rows(list(named)), *throughput_rows(self.results)]
+        if self.factors:
+            found.append(factor_rows(self.factors))
+        if self.latencies:
+            found.append(latency_rows(self.latencies, self.results.scale.name))
+        if self.tails:
+            found.append(tail_rows(self.tails, self.load))
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        checked = [{"holds": check.holds, "text": check.text} for check in self.checks]
+        tables = [{"title": rows.title, "columns": rows.columns, "rows": rows.rows} for rows in self.tables]
+        return {**self.origin, **as_json(self.results), "tables": tables, "checks": checked}
+
+
+def origin(command: Sequence[str], seed: int, dtype: str, note: str) -> dict[str, Any]:
+    """Who made this: nothing that names a folder or a user of the machine."""
+    import torch
+
+    return {
+        "command": " ".join(["cbdisagg", "bench", *command]),
+        "seed": seed,
+        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores used",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "model": note,
+        "dtype": dtype,
+    }
+
+
+def processor() -> str:
+    """The processor's name, where Linux tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = (
+        [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
+    )
+    return names[0].partition(":")[2].strip() if names else platform.machine()

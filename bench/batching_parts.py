@@ -1,0 +1,101 @@
+"""The parts of the experiment beside the burst, in order, with their progress and a forecast of their time.
+
+Knows which systems meet which rates. By the wall clock a rate beyond a system's capacity is still asked for: the
+article did so, and the queue that grows is what it shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbdisagg_bench.batching_http import served
+from cbdisagg_bench.batching_latency import (
+    Latencies,
+    Tail,
+    capacity,
+    config_of,
+    rates_of,
+    requests_of,
+    simulated,
+    tails,
+)
+from cbdisagg_bench.batching_run import Results
+from cbdisagg_bench.batching_scales import Scale
+from msgspec.structs import replace
+from rich.progress import Progress
+
+from cbdisagg.core.profile import Profile
+
+CHUNKS = (0.125, 0.25, 0.5, 1.0, 2.0)
+"""Token budgets of the tails, in parts of the scale's chunk; whole prompts besides."""
+START_S = 10.0
+"""About what a service needs to start, for the forecast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one command is to measure. `rates`: arrivals per second, and parts of each system's capacity."""
+
+    clock: str
+    scale: Scale
+    parts: list[str]
+    systems: list[str]
+    requests: int
+    rates: tuple[list[float], list[float]]
+    dtype: str
+    seed: int
+    port: int
+
+
+def latency_parts(plan: Plan, profile: Profile, load: float, bar: Progress) -> tuple[list[Latencies], list[Tail]]:
+    """By the virtual clock, as far as the plan asks for them."""
+    scale = plan.scale
+    requests = requests_of(scale, scale.arrivals, scale.vocab, plan.seed)
+    seen: list[Latencies] = []
+    if "latency" in plan.parts:
+        task = bar.add_task("latency", total=len(plan.systems) * sum(map(len, plan.rates)))
+        for system in plan.systems:
+            bar.update(task, description=f"latency, {system}")
+            for rate in rates_of(capacity(scale, system, requests, profile), *plan.rates):
+                seen.append(simulated(scale, system, requests, rate, profile))
+                bar.advance(task)
+        bar.remove_task(task)
+    points: list[Tail] = []
+    if "tails" in plan.parts:
+        chunks = [*sorted({max(scale.max_batch, round(part * scale.chunk)) for part in CHUNKS}), 0]
+        task = bar.add_task("tails", total=2 * len(chunks))
+        points = tails(
+            scale, requests, profile, load, chunks, lambda text: bar.update(task, advance=1, description=text)
+        )
+        bar.remove_task(task)
+    return seen, points
+
+
+def wall_seconds(plan: Plan, results: Results, profile: Profile) -> float:
+    """What a wall-clock experiment will take, by the cost model: bursts, and services with their arrivals."""
+    scale = plan.scale
+    seconds = sum(run.virtual.seconds for run in results.runs.values())
+    if "latency" in plan.parts:
+        requests = requests_of(scale, scale.arrivals, scale.vocab, plan.seed)
+        for system in plan.systems:
+            most = capacity(scale, system, requests, profile)
+            seconds += START_S + sum(scale.arrivals / min(rate.qps, most) for rate in rates_of(most, *plan.rates))
+    return seconds
+
+
+def wall_latencies(plan: Plan, profile: Profile, folder: Path, vocab: int, bar: Progress) -> list[Latencies]:
+    """Over HTTP, a service for each system, with the model in `folder`. Raises ServiceFailed."""
+    scale = plan.scale
+    requests = requests_of(scale, scale.arrivals, vocab, plan.seed)
+    task = bar.add_task("latency", total=len(plan.systems) * sum(map(len, plan.rates)) * len(requests))
+    seen: list[Latencies] = []
+    for system in plan.systems:
+        bar.update(task, description=f"latency over HTTP, {system}")
+        config = config_of(scale, system, requests)
+        config = replace(config, model=replace(config.model, dtype=plan.dtype))
+        mine = rates_of(capacity(scale, system, requests, profile), *plan.rates)
+        seen += asyncio.run(served(system, config, folder, requests, mine, plan.port, lambda: bar.advance(task)))
+    bar.remove_task(task)
+    return seen
