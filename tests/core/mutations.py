@@ -286,7 +286,7 @@ MUTATIONS = [
         2,
         "an attempt does not say which try",
         instead(Handoffs, "next_attempt", same_attempt),
-        "coordinator, api late",
+        "coordinator, P and api late",
         "has not ended|writes page",
     ),
     Mutation(
@@ -297,7 +297,7 @@ MUTATIONS = [
         "has not ended",
     ),
     Mutation(
-        3, "gaps are not waited for", instead(Stream, "take", take_in_order_of_coming), "leaves, dies, api late", "gave"
+        3, "gaps are not waited for", instead(Stream, "take", take_in_order_of_coming), "leaves, api late", "gave"
     ),
     Mutation(
         3,

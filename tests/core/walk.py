@@ -64,9 +64,9 @@ class WalkFailed(AssertionError):
 class Walk:
     """`run` walks. `states`, `steps` and `ends` tell how far it has come."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, tables: type[Tables] = Tables) -> None:
         self.scenario = scenario
-        self.tables = Tables(scenario.setting, scenario.asked)
+        self.tables = tables(scenario.setting, scenario.asked)
         self.states = self.steps = self.ends = 0
 
     def run(self) -> None:

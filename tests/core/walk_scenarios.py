@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from core_world import Setting
 from walk import Scenario
-from walk_world import APIS, COORDINATORS, Ask, Asked
+from walk_world import APIS, COORDINATORS, WORKER, Ask, Asked
 
 from cbdisagg.config import Config, Kv, Policy, Scheduler
 from cbdisagg.messages import Sampling
 
 SPLIT, CROSSED, ALONE = ("prefill", "decode"), ("any", "any"), ("any",)
 PROMPT = (APIS, COORDINATORS)
+DECODER = range(2 * WORKER, 3 * WORKER)
 KILL_P, KILL_D, RESTART_P, RESTART_D = "kill prefill-0", "kill decode-1", "restart prefill-0", "restart decode-1"
 
 
@@ -52,33 +53,35 @@ def asked(*prompts: str, tokens: int = 2) -> Asked:
 
 
 ONE, TWO = asked("123"), asked("123", "221")
-LONG = asked("12312", "22")  # of three pages, pushed one by one with a budget of two tokens
+LONG = asked("12312", "22")  # the first has three pages, pushed one by one with a budget of two tokens
+STAY = asked("123", tokens=4)  # decodes for a while
 
 SCENARIOS = [
     Scenario("cancel", setting(), TWO, {"cancel": 2}, most=2, prompt=PROMPT),
-    Scenario("cancel, all late", setting(), TWO, {"cancel": 1}, prompt=(APIS,)),
+    Scenario("cancel, workers late", setting(), TWO, {"cancel": 1}, prompt=(APIS,)),
     Scenario("cancel in mid-transfer", setting(budget=2), LONG, {"cancel": 2}, most=2, prompt=PROMPT),
-    Scenario("P dies and comes back", setting(), TWO, {KILL_P: 1, RESTART_P: 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario("P dies and comes back", setting(), TWO, {KILL_P: 1, RESTART_P: 1}, most=2, prompt=PROMPT),
     Scenario("P dies, all late", setting(), ONE, {KILL_P: 1, "cancel": 1}, most=2),
-    Scenario("P dies twice", setting(), ONE, {KILL_P: 2, RESTART_P: 1}, most=3, prompt=PROMPT),
+    Scenario("P dies twice", setting(), ONE, {KILL_P: 2, RESTART_P: 1, "cancel": 1}, most=4, prompt=PROMPT),
     Scenario("D dies and comes back", setting(), TWO, {KILL_D: 1, RESTART_D: 1}, most=2, prompt=PROMPT),
     Scenario("D dies, all late", setting(), ONE, {KILL_D: 1, "cancel": 1}, most=2),
-    Scenario("D dies twice", setting(), ONE, {KILL_D: 2, RESTART_D: 1}, most=3, prompt=PROMPT),
+    Scenario("D dies twice", setting(), ONE, {KILL_D: 2, RESTART_D: 1, "cancel": 1}, most=4, prompt=PROMPT),
     Scenario("both die, all late", setting(), ONE, {KILL_P: 1, KILL_D: 1}, most=2),
-    Scenario(
-        "P is suspected", setting(budget=2), LONG[:1], {"suspect prefill-0": 1, "cancel": 1}, most=2, prompt=PROMPT
-    ),
-    Scenario("D is suspected", setting(), ONE, {"suspect decode-1": 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario("P is suspected", setting(budget=2), LONG[:1], {"suspect prefill-0": 1}, prompt=PROMPT),
     Scenario("P is suspected, all late", setting(), ONE, {"suspect prefill-0": 1}),
+    Scenario("D is suspected", setting(), ONE, {"suspect decode-1": 1, "cancel": 1}, most=2, prompt=PROMPT),
     Scenario("a message is lost", setting(), TWO, {"lose": 1}, prompt=PROMPT),
     Scenario("coordinator", setting(), ONE, {"coordinator": 1}, prompt=PROMPT),
-    Scenario("coordinator, api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS,)),
+    Scenario("coordinator, P and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS, DECODER)),
     Scenario("coordinator, all late", setting(ALONE), ONE, {"coordinator": 1, "cancel": 1}, most=2),
     Scenario("coordinator twice", setting(ALONE), ONE, {"coordinator": 2}, most=2, prompt=(APIS,)),
     Scenario("coordinator and worker", setting(ALONE), ONE, {"coordinator": 1, "kill any-0": 1}, most=2),
-    Scenario("data apart", setting(kind="zmq", budget=2), LONG, {KILL_P: 1, "cancel": 1}, most=2, prompt=PROMPT),
-    Scenario("data apart, suspicion", setting(kind="zmq", budget=2), LONG[:1], {"suspect prefill-0": 1}, prompt=PROMPT),
+    Scenario("data apart", setting(kind="zmq", budget=2), LONG, {KILL_P: 1, "cancel": 1}, prompt=PROMPT),
+    Scenario(
+        "data apart, suspicion", setting(kind="zmq"), ONE, {"suspect prefill-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+    ),
     Scenario("one fits", setting(pages=3), TWO, {"cancel": 1, KILL_P: 1, KILL_D: 1}, most=2, prompt=PROMPT),
+    Scenario("crossed", setting(CROSSED), TWO, {"cancel": 1, "kill any-0": 1}, prompt=PROMPT),
     Scenario(
         "crossed, no room",
         setting(CROSSED, pages=2),
@@ -87,50 +90,59 @@ SCENARIOS = [
         most=2,
         prompt=PROMPT,
     ),
-    Scenario("crossed", setting(CROSSED, pages=4), TWO, {"cancel": 1, "kill any-0": 1}, most=2, prompt=PROMPT),
-    Scenario("ahead", setting(plans_ahead=1), TWO, {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario("ahead", setting(plans_ahead=1), TWO, {"cancel": 2}, most=2, prompt=PROMPT),
+    Scenario("ahead, P dies", setting(plans_ahead=1), TWO, {KILL_P: 1}, prompt=PROMPT),
     Scenario("preemption", setting(pages=4), asked("123", "221", tokens=4), {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
     Scenario(
         "preemption, ahead",
         setting(pages=4, plans_ahead=1),
         asked("123", "221", tokens=4),
-        {"cancel": 1},
+        {"cancel": 1, KILL_D: 1},
         prompt=PROMPT,
     ),
     Scenario("api", setting(), TWO, {"api": 1}),
-    Scenario("prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario("prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
     Scenario(
         "hit", setting(pages=16, cache=True), asked("123", "123331112223"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT
     ),
     Scenario("crossed prefix", setting(CROSSED, cache=True), asked("1231", "1232"), {"cancel": 1}, prompt=PROMPT),
     Scenario("one token", setting(), asked("123", "22", tokens=1), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
-    Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
+    Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
+    Scenario("leaves", setting(CROSSED), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT),
     Scenario(
-        "leaves", setting(CROSSED), asked("123", tokens=4), {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+        "leaves, ahead", setting(CROSSED, plans_ahead=1), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT
     ),
+    Scenario(
+        "leaves, data apart", setting(CROSSED, kind="zmq"), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+    ),
+    Scenario("leaves, api late", setting(CROSSED), STAY, {"leave any-0": 1}, prompt=(COORDINATORS,)),
     Scenario(
         "leaves, dies",
         setting(CROSSED),
-        asked("123", tokens=4),
+        STAY,
         {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
         most=2,
         prompt=PROMPT,
     ),
-    Scenario(
-        "leaves, dies, api late",
-        setting(CROSSED),
-        asked("123", tokens=4),
-        {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
-        most=2,
-        prompt=(COORDINATORS,),
-    ),
-    Scenario("leaves, late", setting(CROSSED), asked("123", tokens=4), {"leave any-0": 1}),
+    Scenario("both leave", setting(CROSSED), STAY, {"leave any-0": 1, "leave any-1": 1}, most=2, prompt=PROMPT),
 ]
 
 LARGE = [
+    Scenario("cancel, all late", setting(), TWO, {"cancel": 1}),
+    Scenario("P dies, two, all late", setting(), TWO, {KILL_P: 1}),
+    Scenario("D dies, two, all late", setting(), TWO, {KILL_D: 1}),
+    Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT),
     Scenario("coordinator, two", setting(), TWO, {"coordinator": 1}, prompt=PROMPT),
     Scenario("coordinator, workers late", setting(), ONE, {"coordinator": 1}, prompt=(APIS,)),
-    Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT),
+    Scenario("coordinator, workers and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS,)),
+    Scenario(
+        "three faults",
+        setting(),
+        TWO,
+        {KILL_P: 1, RESTART_P: 1, KILL_D: 1, RESTART_D: 1, "cancel": 1},
+        most=3,
+        prompt=PROMPT,
+    ),
     Scenario(
         "data apart, losses",
         setting(kind="zmq", budget=2),
@@ -139,14 +151,27 @@ LARGE = [
         most=2,
         prompt=PROMPT,
     ),
-    Scenario("P dies, two, all late", setting(), TWO, {KILL_P: 1}),
-    Scenario("D dies, two, all late", setting(), TWO, {KILL_D: 1}),
     Scenario(
-        "three faults",
-        setting(),
-        TWO,
-        {KILL_P: 1, RESTART_P: 1, KILL_D: 1, RESTART_D: 1, "cancel": 1},
-        most=3,
+        "ahead, two faults", setting(plans_ahead=1), TWO, {"cancel": 1, KILL_P: 1, KILL_D: 1}, most=2, prompt=PROMPT
+    ),
+    Scenario(
+        "crossed, two faults", setting(CROSSED, pages=4), TWO, {"cancel": 1, "kill any-0": 1}, most=2, prompt=PROMPT
+    ),
+    Scenario("leaves, all late", setting(CROSSED), STAY, {"leave any-0": 1}),
+    Scenario(
+        "leaves, dies, api late",
+        setting(CROSSED),
+        STAY,
+        {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
+        most=2,
+        prompt=(COORDINATORS,),
+    ),
+    Scenario(
+        "leaves, two",
+        setting(CROSSED),
+        asked("123", "221", tokens=4),
+        {"leave any-0": 1, "cancel": 1},
+        most=2,
         prompt=PROMPT,
     ),
 ]

@@ -160,16 +160,18 @@ class Tables:
     def outcome(self, local: int, event: Event) -> Outcome:
         found = self.outcomes.get((local, event))
         if found is None:
-            before, site = self.locals[local], self.site
-            actor = copy(before.actor, {id(site): site})
-            ringing = event == ("tick",)
-            site.begin(before.actor.wake_at if ringing else before.now)
-            self._happen(actor, event)
-            if isinstance(actor, WorkerActor):
-                _pair_at_once(actor)
-            sent, data, placed = tuple(site.sent), tuple(site.data), tuple(site.placed)
-            found = self.outcomes[local, event] = Outcome(self.local(actor, site.now), sent, data, placed)
+            found = self.outcomes[local, event] = self.compute(self.locals[local], event)
         return found
+
+    def compute(self, before: Local, event: Event) -> Outcome:
+        """Let it happen to a copy."""
+        site = self.site
+        actor = copy(before.actor, {id(site): site})
+        site.begin(before.actor.wake_at if event == ("tick",) else before.now)
+        self._happen(actor, event)
+        if isinstance(actor, WorkerActor):
+            _pair_at_once(actor)
+        return Outcome(self.local(actor, site.now), tuple(site.sent), tuple(site.data), tuple(site.placed))
 
     def _happen(self, actor: Any, event: Event) -> None:
         match event:
