@@ -27,12 +27,14 @@ PAIRS = (*SPOTS, Spot("prefill-1", "prefill", 1, ()), Spot("decode-1", "decode",
 TOKENS = 150
 """Of each request: a second or two with "slow" workers."""
 
+ASKED_AGAIN = "what runs has moved; only a request on its way when a worker's end is told is asked for again"
+
 
 class Load:
     """Requests that run all the while, each one's tokens compared with those of an untroubled service."""
 
     def __init__(self, it: Service, clients: int = 4) -> None:
-        self._it, self.finished, self._go_on = it, 0, True
+        self._it, self.clients, self.finished, self._go_on = it, clients, 0, True
         self._tasks = [asyncio.create_task(self._run(n)) for n in range(clients)]
 
     async def _run(self, client: int) -> None:
@@ -81,7 +83,7 @@ async def test_a_rolling_restart_under_load_loses_nothing(
         assert [child.ends for child in it.supervisor.children] == [0] * len(it.supervisor.children)
         assert it.api.client.stats is not None
         await it.api.until(lambda: it.api.client.stats.restarts == dict.fromkeys(names, 1))  # type: ignore[union-attr]
-        assert sum(it.api.client.resumed.values()) == 0, "moved, not asked for again"
+        assert sum(it.api.client.resumed.values()) < load.clients, ASKED_AGAIN
         left = [record.getMessage() for record in caplog.records if "has left" in record.getMessage()]
         assert [line.split()[0] for line in left] == list(names)
         assert all(line.endswith("exit status 0") for line in left)
@@ -96,7 +98,7 @@ async def test_sigterm_to_a_worker_by_hand_gives_its_requests_away(tmp_path: Pat
             os.kill(it.pid(name), signal.SIGTERM)
             await renewed(it, (name,), before)
         await load.end()
-        assert sum(it.api.client.resumed.values()) == 0
+        assert sum(it.api.client.resumed.values()) < load.clients, ASKED_AGAIN
 
 
 async def test_a_worker_that_cannot_leave_is_killed_and_its_requests_go_on(
