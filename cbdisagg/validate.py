@@ -238,8 +238,8 @@ def _baselines(config: Config) -> Iterator[Problem]:
     """What is there to compare with knows neither hand-overs nor, when it is static, pages that come late."""
     batching, allocator = config.scheduler.batching, config.kv.allocator
     if batching != "continuous" and allocator != "reserve-max":
-        text = f'[scheduler] batching = "{batching}" reserves what a sequence can need: must be "reserve-max"'
-        yield Problem("kv.allocator", allocator, text)
+        text = 'needs [kv] allocator = "reserve-max": a static batch reserves what a sequence can need'
+        yield Problem("scheduler.batching", batching, text)
     if config.scheduler.static_length and batching != "static-global":
         text = 'has an effect with [scheduler] batching = "static-global" only'
         yield Problem("scheduler.static_length", config.scheduler.static_length, text)

@@ -104,8 +104,8 @@ REFUSED = {
     "one to prefill and one to decode; there is 1",
     "[scheduler]\nmax_batch = 65\ntoken_budget = 64": "x.toml: [scheduler] token_budget = 64: must be at least "
     "[scheduler] max_batch = 65: each running sequence takes one token of a step",
-    "[scheduler]\nbatching = 'static'": 'x.toml: [kv] allocator = "paged": [scheduler] batching = "static" reserves '
-    'what a sequence can need: must be "reserve-max"',
+    "[scheduler]\nbatching = 'static'": 'x.toml: [scheduler] batching = "static": needs [kv] allocator = "reserve-max": '
+    "a static batch reserves what a sequence can need",
     "[scheduler]\nstatic_length = 5": "x.toml: [scheduler] static_length = 5: has an effect with [scheduler] "
     'batching = "static-global" only',
     "[kv]\nallocator = 'reserve-max'": 'x.toml: [kv] allocator = "reserve-max": needs one worker, or [policy] mode = '
@@ -295,8 +295,8 @@ configs = st.builds(
     model=models,
     targets=section("targets", SECTIONS["targets"]),
     workers=st.lists(groups, min_size=1, max_size=3).map(tuple),
-    kv=section("kv", Kv, page_size=st.sampled_from([8, 16, 32, 64, 128]), pages=st.just(0)),
-    scheduler=section("scheduler", Scheduler),
+    kv=section("kv", Kv, page_size=st.sampled_from([8, 16, 32, 64, 128]), pages=st.just(0), allocator=st.just("paged")),
+    scheduler=section("scheduler", Scheduler, batching=st.just("continuous"), static_length=st.just(0)),
     policy=section("policy", Policy),
     transfer=section("transfer", SECTIONS["transfer"]),
     http=section("http", Http, api_key_file=nothing),
