@@ -104,8 +104,8 @@ REFUSED = {
     "one to prefill and one to decode; there is 1",
     "[scheduler]\nmax_batch = 65\ntoken_budget = 64": "x.toml: [scheduler] token_budget = 64: must be at least "
     "[scheduler] max_batch = 65: each running sequence takes one token of a step",
-    "[scheduler]\nbatching = 'static'": 'x.toml: [scheduler] batching = "static": needs [kv] allocator = "reserve-max": '
-    "a static batch reserves what a sequence can need",
+    "[scheduler]\nbatching = 'static'": 'x.toml: [scheduler] batching = "static": needs [kv] allocator = '
+    '"reserve-max": a static batch reserves what a sequence can need',
     "[scheduler]\nstatic_length = 5": "x.toml: [scheduler] static_length = 5: has an effect with [scheduler] "
     'batching = "static-global" only',
     "[kv]\nallocator = 'reserve-max'": 'x.toml: [kv] allocator = "reserve-max": needs one worker, or [policy] mode = '
