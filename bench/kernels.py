@@ -120,7 +120,7 @@ class Limits:
         address = self.memory.data_ptr() + self.turn * READ_BYTES
         return READ_BYTES / _seconds(lambda: self.read(address, READ_BYTES // 64, self.threads))
 
-    def operations_per_s(self, number: int, for_about_s: float) -> float:
+    def operations_per_s(self, number: int, for_about_s: float = 0.01) -> float:
         rounds = max(MULTIPLY_ROUNDS, int(self.rounds_per_s[number] * for_about_s))
         return self._multiply(number, rounds) * self.threads * self.multiply(number, 0, 1)
 
