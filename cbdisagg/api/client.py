@@ -201,6 +201,7 @@ class Client:
                 self._refuse(sender, run.id, run.submission)
             return
         stream.hear()
+        stream.written_by(sender)
         stream.take(run)
         if stream.ended:
             del self._streams[stream.id]

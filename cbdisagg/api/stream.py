@@ -144,6 +144,11 @@ class Stream:
         """Somebody writes the current submission."""
         self.heard, self.lost_at = True, None
 
+    def written_by(self, worker: Address) -> None:
+        """Tokens name their writer, too: its Accepted may have been lost."""
+        if self.worker is None:
+            self.worker, self._has_spoken = worker, True
+
     def accept(self, message: Accepted, spoken: bool) -> None:
         """Its writer is named: by itself (`spoken`), or by the worker that it has taken the stream over from."""
         if message.hops < self._hops:

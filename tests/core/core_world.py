@@ -137,6 +137,17 @@ class Data:
     pages: dict[int, list[int]]
 
 
+def blamed(sender: Address, receiver: Address, coordinator: Address) -> tuple[Address, Suspect]:
+    """Whom the receiver blames for a message of the sender that was lost, and who is told of it.
+
+    A worker is replaced at the coordinator's word, the coordinator at the supervisor's. An api's streams are its
+    clients': who hears it badly goes itself.
+    """
+    whom = receiver if sender.name.startswith("api") else sender
+    to = SUPERVISOR if whom.name == "coordinator" else coordinator
+    return to, Suspect(whom.name, whom.incarnation, "messages were lost")
+
+
 class Actor:
     """One incarnation of a process: a core, the events it has seen, and what it has been asked to do."""
 
@@ -391,6 +402,7 @@ class ApiActor(Actor):
         )
         self.streams: list[Stream] = []
         self.cancelled: set[int] = set()
+        self.misses = False  # a message to it was lost
 
     def receive(self, sender: Address, message: Any) -> None:
         living = {stream.id: stream for stream in self.streams if not stream.ended}
@@ -399,7 +411,7 @@ class ApiActor(Actor):
                 stream = living.get(run.id)
                 if stream is not None and stream.submission == run.submission:
                     known = tuple(stream.output[run.index :][: len(run.ids)])  # of a message that comes twice
-                    early = run.index > len(stream.output) and not stream.in_transit
+                    early = run.index > len(stream.output) and not (stream.in_transit or self.misses)
                     assert not early and known in ((), run.ids), f"{run} is no continuation"
                     self._check_logprobs(stream, run)
         self.client.receive(sender, message)
@@ -415,6 +427,9 @@ class ApiActor(Actor):
         group = sibling_of.id if sibling_of is not None else None
         self.streams.append(self.client.submit(prompt, sampling, targets, group=group))
         return self.streams[-1]
+
+    def miss(self) -> None:
+        self.misses = True
 
     def cancel(self, stream: Stream) -> None:
         if not stream.ended:
@@ -437,7 +452,11 @@ class SupervisorActor(Actor):
     decoder = msgspec.msgpack.Decoder(ToSupervisor)
 
     def receive(self, sender: Address, message: Any) -> None:
-        if isinstance(message, Suspect) and message.incarnation in self.world.actors:
+        if not isinstance(message, Suspect) or message.incarnation not in self.world.actors:
+            return
+        if message.name == "coordinator":
+            self.world.start_coordinator()
+        else:
             self.world.kill(message.incarnation)
 
     def tick(self) -> None:
@@ -560,10 +579,13 @@ class World:
         self.queues[pair].insert(1, self.queues[pair][0])
 
     def lose(self, pair: tuple[int, int]) -> None:
-        """The connection breaks: the next message is lost, and the receiver reports the sender."""
+        """The connection breaks: the next message is lost, and the receiver notices."""
         sender, _ = self.queues[pair].popleft()
-        suspect = Suspect(sender.name, sender.incarnation, "messages of it were lost")
-        self.send(self.actors[pair[1]].address, self.coordinator.address, suspect)
+        receiver = self.actors[pair[1]]
+        if isinstance(receiver, ApiActor):
+            receiver.miss()
+        to, suspect = blamed(sender, receiver.address, self.coordinator.address)
+        self.send(receiver.address, to, suspect)
 
     def deliver_data(self, pair: tuple[int, int]) -> None:
         data = self.data[pair].popleft()

@@ -86,3 +86,20 @@ def test_an_unknown_message_is_a_bug() -> None:
         service.workers[0].receive(Address("x", 1, ""), Sampling(max_tokens=1))
     with pytest.raises(TypeError, match="not a message to the coordinator"):
         service.coordinator.receive(Address("x", 1, ""), Sampling(max_tokens=1))
+
+
+def test_a_stream_whose_acceptance_was_lost_goes_on_when_its_writer_dies() -> None:
+    """Its tokens name the writer as well."""
+    service = world("any")
+    stream = service.api.submit([1, 2, 3], Sampling(max_tokens=4), TARGETS, None)
+    [worker] = service.workers
+    answers = (worker.address.incarnation, service.api.address.incarnation)
+    while not service.queues.get(answers):
+        next(service.actions())()
+    service.lose(answers)  # Accepted
+    while not stream.output:
+        worker.step()
+        service.deliver(answers)
+    service.settle()
+    assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)
+    service.check_quiet()

@@ -29,9 +29,10 @@ PATIENCE = 8
 class Scenario:
     """A small world, what is asked of it, and how much may go wrong.
 
-    `faults`: how often each may happen: "cancel", "lose", "coordinator", "api", and with a worker's name "kill NAME",
-    "suspect NAME", "leave NAME", "restart NAME"; `most` of them in one run. A killed worker has a successor when
-    "restart NAME" comes, at any time, or else at the end. A walk that sees fewer than `floor` states has missed some.
+    `faults`: how often each may happen, `most` of them in one run: "cancel"; "lose" (a message between workers, or
+    data), "lose anywhere"; "coordinator" (starts anew); "api" (dies); and with a worker's name "kill NAME", "suspect
+    NAME", "leave NAME", "restart NAME". A killed worker has a successor when "restart NAME" comes, at any time, or else
+    at the end. A walk that sees fewer than `floor` states has missed some.
     """
 
     name: str
@@ -178,7 +179,9 @@ class Walk:
                 died = [n for n in state.dead if n >= WORKER and self.tables.address(n).name == name]
                 yield from (Step("start", (n + 1,)) for n in died[-1:])
             case "lose":
-                yield from (Step("lose", (pair,)) for pair, _ in state.queues if min(pair) >= WORKER)
+                first = API if name == "anywhere" else WORKER
+                yield from (Step("lose", (pair,)) for pair, _ in state.queues if min(pair) >= first)
+                yield from (Step("lose_data", (pair,)) for pair, _ in state.data)
             case "coordinator":
                 yield Step("restart_coordinator", ())
             case "api" if API in dict(state.actors):
@@ -236,7 +239,7 @@ class Walk:
             case Step("deliver" | "lose" as what, (pair,)):
                 _, message = self.tables.messages[dict(state.queues)[pair][0]]
                 return f"{what} {self._name(pair[0])} > {self._name(pair[1])}: {_brief(message)}"
-            case Step("deliver_data" | "cut" | "cut_data" as what, (pair,)):
+            case Step("deliver_data" | "lose_data" | "cut" | "cut_data" as what, (pair,)):
                 return f"{what} {self._name(pair[0])} > {self._name(pair[1])}"
             case Step(what, (incarnation, *rest)):
                 return " ".join(str(part) for part in (what, self._name(incarnation), *rest))

@@ -22,6 +22,7 @@ from core_world import (
     SupervisorActor,
     WorkerActor,
     World,
+    blamed,
 )
 from msgspec.structs import replace
 from walk_values import copy, message_key, picture
@@ -315,12 +316,24 @@ class Draft:
 
     def suspect(self, incarnation: int) -> None:
         """Somebody finds that it lives and does nothing; it goes on until the supervisor kills it."""
-        self._accuse(API, incarnation, "no progress")
+        suspect = Suspect(self.tables.address(incarnation).name, incarnation, "no progress")
+        self._enqueue(API, self.coordinator, self.tables.message(self.tables.address(API), suspect))
 
     def lose(self, pair: Pair) -> None:
-        """The connection breaks: the next message is lost, and the receiver reports the sender."""
+        """The connection breaks: the next message is lost, and the receiver notices."""
         _take(self.queues, pair)
-        self._accuse(pair[1], pair[0], "messages of it were lost")
+        self._accuse(pair)
+
+    def lose_data(self, pair: Pair) -> None:
+        _take(self.data, pair)
+        self._accuse(pair)
+
+    def _accuse(self, pair: Pair) -> None:
+        if pair[1] == API:
+            self.act(API, "miss")
+        sender, receiver, coordinator = map(self.tables.address, (*pair, self.coordinator))
+        to, suspect = blamed(sender, receiver, coordinator)
+        self._enqueue(pair[1], to.incarnation, self.tables.message(receiver, suspect))
 
     # --------------------------------------------------------------------------------------------------- sending
 
@@ -333,12 +346,12 @@ class Draft:
     def _supervisor_sends(self, to: int, message: Message) -> None:
         self._enqueue(SUPERVISOR.incarnation, to, self.tables.message(SUPERVISOR, message))
 
-    def _accuse(self, by: int, incarnation: int, reason: str) -> None:
-        suspect = Suspect(self.tables.address(incarnation).name, incarnation, reason)
-        self._enqueue(by, self.coordinator, self.tables.message(self.tables.address(by), suspect))
-
     def _kill_suspect(self, suspect: Suspect) -> None:
-        if suspect.incarnation in self.actors:
+        if suspect.incarnation not in self.actors:
+            return
+        if suspect.incarnation in COORDINATORS:
+            self.restart_coordinator()
+        else:
             self.kill(suspect.incarnation)
 
     def _up(self, incarnation: int) -> Up:
