@@ -20,6 +20,7 @@ from typing import Annotated
 import msgspec
 import typer
 from cbdisagg_bench.batching_checks import checks
+from cbdisagg_bench.batching_company import QUIET, Company
 from cbdisagg_bench.batching_factors import factors
 from cbdisagg_bench.batching_golden import COLUMNS, FOUR, SEVEN, SLOTS, golden
 from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS, Latencies, Tail
@@ -182,6 +183,7 @@ def _bar(console: Console) -> Iterator[Progress]:
 
 def _measure(plan: Plan, model: str, threads: int, console: Console) -> Report:
     profile, lab, vocab = plan.scale.profile, None, plan.scale.vocab
+    company: Company | None = None
     with _bar(console) as bar:
         if plan.clock == "wall":
             lab, profile = _laboratory(plan, model, threads, bar)
@@ -197,15 +199,23 @@ def _measure(plan: Plan, model: str, threads: int, console: Console) -> Report:
         tails: list[Tail] = []
         if lab is not None:
             seconds = wall_seconds(plan, results, profile)
-            console.print(f"This will take about {_minutes(seconds)}: each system by itself, one after the other.")
+            console.print(f"This will take about {_minutes(seconds)}.")
+            company = Company()
             _run_wall(results, lab, bar)
             if "latency" in plan.parts:
                 latencies = wall_latencies(plan, profile, lab.folder, vocab, bar)
         else:
             latencies, tails = latency_parts(plan, profile, LOAD, bar)
+        if company is not None and (others := company.others()) > QUIET:
+            busy = (
+                f"Other processes had {others:.0%} of the cores meanwhile: all times are longer than the machine's own."
+            )
+            console.print(f"[yellow]{busy}[/]", highlight=False)
     dtype = plan.dtype if lab is not None else profile.dtype
     made = origin(sys.argv[2:], plan.seed, dtype, f"{profile.model}, {profile.machine}: {profile.note or 'measured'}")
     made |= {"requests": plan.requests, "arrivals": plan.scale.arrivals, "cost_model": _rounded(profile.cost)}
+    if company is not None:
+        made["others_share_of_cores"] = round(company.others(), 2)
     exact = lab is not None and plan.dtype == "float32"
     return Report(results, checks(results, exact_tokens=exact), split, latencies, tails, LOAD, made)
 

@@ -8,7 +8,7 @@ Life of a run: all requests are handed in while no plan may be made -> steps unt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cbdisagg_bench.batching_lengths import Request
@@ -85,46 +85,60 @@ class PricedRunner:
 _DRAWN, _NOTHING = Sampled((1,)), Sampled(())
 
 
-def run_burst(
-    config: Config,
-    requests: Sequence[Request],
-    runner: Runner,
-    *,
-    wall: bool,
-    detail: int = DETAIL,
-    progress: Callable[[int], None] | None = None,
-) -> Burst:
-    """Until every request has ended. `wall`: by the machine's clock, the core's time included; else by the runner's.
+class Drive:
+    """One burst, a step at a time. `wall`: by the machine's clock, the core's own time included; else the runner's.
 
-    `progress` is told, after each step, how many requests have ended by then.
+    The clock stands still between two steps, so that several drives can take turns.
     """
-    core = WorkerCore(worker_info(config), config, plans_ahead=NO_PLANS)
-    trace = Trace.of(core, detail)
-    outputs: dict[int, list[int]] = {n: [] for n in range(len(requests))}
-    _hand_in(core, requests)
-    core.plans_ahead = 0
-    began, now, event, ended = time.perf_counter(), 0.0, Tick(), 0
-    while True:
-        effects = _handle(core, event, now, trace)
-        ended += _collect(effects, outputs)
+
+    def __init__(
+        self, config: Config, requests: Sequence[Request], runner: Runner, *, wall: bool, detail: int = DETAIL
+    ) -> None:
+        self.runner, self.wall, self.requests = runner, wall, requests
+        self.core = WorkerCore(worker_info(config), config, plans_ahead=NO_PLANS)
+        self.trace = Trace.of(self.core, detail)
+        self.outputs: dict[int, list[int]] = {n: [] for n in range(len(requests))}
+        self.now = 0.0
+        _hand_in(self.core, requests)
+        self.core.plans_ahead = 0
+        self._ended = 0
+        self._event: WorkerEvent = Tick()
+
+    def step(self) -> bool:
+        """The next step, if there is one."""
+        began = time.perf_counter()
+        effects = self.core.handle(self._event, self.now)
+        self.trace.observe(self.core, self.now, self._event, effects)
+        self._ended += _collect(effects, self.outputs)
         plan = next((effect.plan for effect in effects if isinstance(effect, RunStep)), None)
-        if progress is not None:
-            progress(ended)
         if plan is None:
-            break
-        result = runner.run(plan, _no_push)
-        now = time.perf_counter() - began if wall else now + result.seconds
-        event = StepDone(result)
-    return Burst(
-        seconds=now,
-        steps=len(trace.steps),
-        prompt_tokens=sum(len(request.prompt) for request in requests),
-        output_tokens=sum(map(len, outputs.values())),
-        preemptions=core.reporter.preemptions,
-        returned=core.pages.available() == core.pages.total and ended == len(requests),
-        trace=trace,
-        outputs=list(outputs.values()),
-    )
+            return False
+        result = self.runner.run(plan, _no_push)
+        self.now += time.perf_counter() - began if self.wall else result.seconds
+        self._event = StepDone(result)
+        return True
+
+    def burst(self) -> Burst:
+        """What came of it, once no step is left."""
+        pages = self.core.pages
+        return Burst(
+            seconds=self.now,
+            steps=len(self.trace.steps),
+            prompt_tokens=sum(len(request.prompt) for request in self.requests),
+            output_tokens=sum(map(len, self.outputs.values())),
+            preemptions=self.core.reporter.preemptions,
+            returned=pages.available() == pages.total and self._ended == len(self.requests),
+            trace=self.trace,
+            outputs=list(self.outputs.values()),
+        )
+
+
+def run_burst(config: Config, requests: Sequence[Request], cost: CostModel, detail: int = DETAIL) -> Burst:
+    """By the virtual clock."""
+    drive = Drive(config, requests, PricedRunner(cost), wall=False, detail=detail)
+    while drive.step():
+        pass
+    return drive.burst()
 
 
 def worker_info(config: Config) -> WorkerInfo:
@@ -142,12 +156,6 @@ def _hand_in(core: WorkerCore, requests: Sequence[Request]) -> None:
         sampling = Sampling(max_tokens=request.output, temperature=0.0)
         spec = Generate(RequestId(API.incarnation, n), 0, pack(request.prompt), b"", b"", b"", sampling, targets, 0.0)
         core.handle(FromWorkerInbox(COORDINATOR, Submit(spec, Route(ME, ME), 0)), 0.0)
-
-
-def _handle(core: WorkerCore, event: WorkerEvent, now: float, trace: Trace) -> list[Effect]:
-    effects = core.handle(event, now)
-    trace.observe(core, now, event, effects)
-    return effects
 
 
 def _collect(effects: Sequence[Effect], outputs: dict[int, list[int]]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cbdisagg_bench.batching_burst import PricedRunner, run_burst
+from cbdisagg_bench.batching_burst import run_burst
 from cbdisagg_bench.batching_run import Results
 from cbdisagg_bench.batching_systems import SYSTEMS
 from cbdisagg_bench.batching_theory import PUBLISHED_BATCH, PUBLISHED_STATIC, PUBLISHED_VLLM
@@ -35,7 +35,7 @@ def factors(results: Results, progress: Callable[[str], None]) -> list[Factor]:
     for name in ("S0", "S1"):
         progress(f"{name} at the article's batch of {batch}")
         config = SYSTEMS[name].config(scale, cap, max(r.output for r in requests), max_batch=batch)
-        small[name] = run_burst(config, requests, PricedRunner(results.cost), wall=False, detail=0).seconds
+        small[name] = run_burst(config, requests, results.cost, detail=0).seconds
     seconds = {name: results.runs[cap, name].virtual.seconds for name in ("S1", "S2", "S3")}
     found = [
         Factor("baseline artefact", small["S0"] / small["S1"], f"batches of {batch} end at their own longest answer"),

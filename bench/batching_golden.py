@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cbdisagg_bench.batching_burst import Burst, PricedRunner, run_burst
+from cbdisagg_bench.batching_burst import Burst, run_burst
 from cbdisagg_bench.batching_lengths import Request
 from cbdisagg_bench.batching_scales import REFERENCE_CPU
 
@@ -34,4 +34,4 @@ def golden(lengths: Sequence[tuple[int, int]], batching: Batching) -> Burst:
         policy=Policy(mode="aggregate"),
     )
     requests = [Request(tuple(range(prompt)), output) for prompt, output in lengths]
-    return run_burst(config, requests, PricedRunner(REFERENCE_CPU.cost), wall=False)
+    return run_burst(config, requests, REFERENCE_CPU.cost)

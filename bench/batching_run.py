@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heapreplace
 
-from cbdisagg_bench.batching_burst import Burst, PricedRunner, run_burst
+from cbdisagg_bench.batching_burst import Burst, Drive, run_burst
 from cbdisagg_bench.batching_lengths import Request, burst
 from cbdisagg_bench.batching_pair import run_pair
 from cbdisagg_bench.batching_scales import Scale
@@ -80,7 +81,7 @@ def run_virtual(results: Results, systems: Sequence[str], progress: Callable[[st
         for name in [name for name in systems if name in ALONE]:
             progress(f"cap {cap}: {name}")
             config = SYSTEMS[name].config(results.scale, cap, max(r.output for r in requests))
-            done = run_burst(config, requests, PricedRunner(results.cost), wall=False, detail=DETAIL)
+            done = run_burst(config, requests, results.cost, DETAIL)
             results.runs[cap, name] = Run(name, cap, done)
         for name in [name for name in systems if name not in ALONE]:
             progress(f"cap {cap}: {name}")
@@ -89,14 +90,29 @@ def run_virtual(results: Results, systems: Sequence[str], progress: Callable[[st
 
 
 def run_wall(results: Results, lab: Lab, progress: Callable[[str, float], None]) -> None:
-    """What has been run by the virtual clock, with the model. `progress`: (what runs, predicted seconds done)."""
+    """What has been run by the virtual clock, with the model. `progress`: (what runs, predicted seconds done).
+
+    At each cap the systems take turns, step by step, whoever is furthest behind its prediction next: so they end
+    together, and whatever else the machine does meanwhile slows all of them alike.
+    """
     done_s = 0.0
-    for (cap, name), run in list(results.runs.items()):
-        if name not in ALONE:
-            continue
-        requests = results.requests[cap]
-        progress(f"cap {cap}: {name}", done_s)
-        config = SYSTEMS[name].config(results.scale, cap, max(r.output for r in requests))
-        wall = run_burst(config, requests, lab.runner(), wall=True, detail=DETAIL)
-        results.runs[cap, name] = Run(name, cap, run.virtual, wall)
-        done_s += run.virtual.seconds
+    for cap, requests in results.requests.items():
+        runs = {name: run.virtual for (at, name), run in results.runs.items() if at == cap and name in ALONE}
+        drives = {}
+        for place, name in enumerate(runs):
+            config = SYSTEMS[name].config(results.scale, cap, max(r.output for r in requests))
+            drives[name] = Drive(config, requests, lab.runner(place), wall=True, detail=DETAIL)
+        turns = [(0.0, n, name, 0) for n, name in enumerate(runs)]  # a heap: (part done, order, name, steps done)
+        while turns:
+            part, n, name, steps = turns[0]
+            if not drives[name].step():
+                heappop(turns)
+                continue
+            virtual = runs[name].trace.steps
+            ended = steps + 1 >= len(virtual)
+            after = 1.0 if ended else virtual[steps + 1].at_s / runs[name].seconds
+            done_s += (after - part) * runs[name].seconds
+            heapreplace(turns, (after, n, name, steps + 1))
+            progress(f"cap {cap}: {part:.0%} of each system", done_s)
+        for name, drive in drives.items():
+            results.runs[cap, name] = Run(name, cap, runs[name], drive.burst())

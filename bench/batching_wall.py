@@ -6,18 +6,22 @@ cost model: that says beforehand how long the experiment will take, and afterwar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 from cbdisagg_bench.batching_scales import Scale
+from cbdisagg_bench.batching_systems import ALONE
 from cbdisagg_bench.profile_fit import fit_steps
-from cbdisagg_bench.profile_steps import Case, Stepper, decode
+from cbdisagg_bench.profile_steps import Case, Stepper, decode, prefill
+from msgspec.structs import replace
 
 from cbdisagg.core.cost import CostModel, Work
+from cbdisagg.engine.base import PushLayer
 from cbdisagg.engine.build import build_runner, describe
 from cbdisagg.engine.runner import TorchRunner
+from cbdisagg.messages import StepPlan, StepResult
 
 ROUNDS = 5
 
@@ -30,12 +34,12 @@ class Lab:
         info = describe(folder, dtype)
         self.vocab = info.vocab
         self._max_len = scale.prompt + max(scale.caps)
-        memory = np.zeros((info.layers, scale.pages, info.page_bytes(scale.page_size)), np.uint8)
+        memory = np.zeros((info.layers, scale.pages * len(ALONE), info.page_bytes(scale.page_size)), np.uint8)
         self._decoder = build_runner(folder, dtype, memory, scale.page_size, self._max_len, threads).decoder
 
-    def runner(self) -> TorchRunner:
-        """No slot is taken. One at a time: they share the pool."""
-        return TorchRunner(self._decoder, self._max_len)
+    def runner(self, place: int) -> PlacedRunner:
+        """With no slot taken, and a pool of its own: the `place`th of as many as there are systems."""
+        return PlacedRunner(TorchRunner(self._decoder, self._max_len), place * self.scale.pages)
 
     def calibrate(self, progress: Callable[[int, int], None], rounds: int = ROUNDS) -> CostModel:
         """The cost model fitted to steps as these systems make them. `progress`: (done, of)."""
@@ -48,13 +52,36 @@ class Lab:
         return CostModel(**asdict(steps), t0=link.t0, t_d=link.t_d, B=link.B)
 
 
+class PlacedRunner:
+    """A runner whose page 0 is page `first` of the memory: several share one model and one memory, and no page."""
+
+    def __init__(self, runner: TorchRunner, first: int) -> None:
+        self.runner, self.first = runner, first
+
+    @property
+    def layers(self) -> int:
+        return self.runner.layers
+
+    def run(self, plan: StepPlan, push: PushLayer) -> StepResult:
+        admit = tuple(replace(entry, pages=self._placed(entry.pages)) for entry in plan.admit)
+        grow = tuple((slot, self._placed(pages)) for slot, pages in plan.grow)
+        return self.runner.run(replace(plan, admit=admit, grow=grow), push)
+
+    def _placed(self, pages: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.first + page for page in pages)
+
+
 def calibration(scale: Scale) -> list[Case]:
-    """Decodes of every batch that the pool has room for, prompts by themselves, and prompts beside decodes."""
+    """Decodes of every batch that the pool has room for; prompts by themselves, whole and in parts; and both."""
     most = scale.pool // scale.prompt
     batches = sorted({n for n in (1, 2, 4, 8, 12, 16, 24, 32, most) if n <= most})
     contexts = (scale.prompt, scale.prompt + scale.caps[-1] // 2)
     cases = [decode([context] * batch) for batch in batches for context in contexts if batch * context <= scale.pool]
-    prompt = Work(0, scale.prompt, False)
+    prompt, parts = Work(0, scale.prompt, False), (scale.prompt // 4, scale.prompt // 2)
     cases += [Case((prompt,) * n) for n in batches if n * scale.prompt <= scale.pool]
-    cases += [Case((*decode([contexts[0]] * (most - n - 1)).work, *(prompt,) * n)) for n in (1, 2, 4) if n + 2 < most]
+    cases += [prefill(start, part) for part in parts for start in (0, part)]
+    room = most - 2  # decodes beside two prompts
+    cases += [Case((*decode([contexts[0]] * n).work, prompt)) for n in sorted({1, room // 2, room})]
+    cases += [Case((*decode([contexts[0]] * n).work, prompt, Work(0, parts[0], False))) for n in (1, room // 2)]
+    cases += [Case((*decode([contexts[0]] * room).work, Work(0, part, False))) for part in parts]
     return cases
