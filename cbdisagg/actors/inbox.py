@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from cbdisagg.actors.blame import Blame
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.api.client import TICK_S, Client
 from cbdisagg.config import Config
-from cbdisagg.messages import Address, Lead, Members, Message, Suspect, ToApi
+from cbdisagg.messages import Address, Lead, Members, Suspect, ToApi
 from cbdisagg.prepare import served_name
 
 
@@ -46,6 +47,7 @@ class Inbox:
         self._changed = changed
         self._coordinator: Address | None = None
         self._supervisor: Address | None = None
+        self._blame = Blame()
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self.mailbox.start(self._receive, self._lost)
 
@@ -57,6 +59,8 @@ class Inbox:
         if isinstance(message, Members):
             for _, incarnation in message.dead:
                 self.mailbox.forget(incarnation)
+            for suspect in self._blame.again(message):
+                self.mailbox.tell(sender, suspect)
             if message.workers and not self.max_len.done():
                 self.max_len.set_result(min(info.max_len for info in message.workers))
         elif isinstance(message, Lead):
@@ -64,6 +68,8 @@ class Inbox:
                 self.mailbox.forget(self._coordinator.incarnation)
                 self.on_new_leader()
             self._coordinator, self._supervisor = message.coordinator, sender
+            for suspect in self._blame.all():
+                self.mailbox.tell(message.coordinator, suspect)
         self.client.receive(sender, message)
         self._changed()
 
@@ -72,7 +78,9 @@ class Inbox:
         self._timer = self._loop.call_later(TICK_S, self._tick)
 
     def _lost(self, peer: Address, reason: str) -> None:
-        blamed: Message = Suspect(peer.name, peer.incarnation, reason)
+        blamed = Suspect(peer.name, peer.incarnation, reason)
         to = self._supervisor if peer == self._coordinator else self._coordinator
+        if peer not in (self._coordinator, self._supervisor):
+            self._blame.add(blamed)
         if to is not None and peer != self._supervisor:  # whose end would be ours too
             self.mailbox.tell(to, blamed)

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from cbdisagg.actors.blame import Blame
 from cbdisagg.actors.hands import EngineHands, Lanes
 from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.lane import Lane
@@ -114,6 +115,7 @@ class Worker:
         self._mailbox = Mailbox(start.name, start.incarnation, self._place, decoder)
         self._coordinator: Address | None = None
         self._apis: set[int] = set()
+        self._blame = Blame()
         self._kept: list[FromWorkerInbox] = []
         self._shell: Shell[WorkerEvent] | None = None
         self._retired = False
@@ -212,10 +214,14 @@ class Worker:
             self._apis = {address.incarnation for address in message.apis}
             for _, incarnation in message.dead:
                 self._mailbox.forget(incarnation)
+            for suspect in self._blame.again(message):
+                self._mailbox.tell(sender, suspect)
         elif isinstance(message, Lead):
             if self._coordinator is not None and self._coordinator != message.coordinator:
                 self._mailbox.forget(self._coordinator.incarnation)
             self._coordinator = message.coordinator
+            for suspect in self._blame.all():
+                self._mailbox.tell(message.coordinator, suspect)
         event = FromWorkerInbox(sender, message)
         if self._shell is None:
             self._kept.append(event)
@@ -229,8 +235,10 @@ class Worker:
         blamed = Suspect(peer.name, peer.incarnation, reason)
         if peer == self._coordinator:
             self._tell_supervisor(blamed)
-        elif self._coordinator is not None and peer != self._start.supervisor:  # whose end would be ours too
-            self._mailbox.tell(self._coordinator, blamed)
+        elif peer != self._start.supervisor:  # whose end would be ours too
+            self._blame.add(blamed)
+            if self._coordinator is not None:
+                self._mailbox.tell(self._coordinator, blamed)
 
     def _tell_supervisor(self, message: Message) -> None:
         self._mailbox.tell(self._start.supervisor, message)

@@ -412,16 +412,21 @@ class CoordinatorCore:
                 self._suspect(member.address.name, member.address.incarnation, what)
 
     def _suspect(self, name: str, incarnation: int, reason: str) -> None:
-        """Routed around at once; its supervisor kills it, and PeerDown follows."""
+        """Routed around at once; its supervisor kills it, and PeerDown follows.
+
+        Also one that is no member: what was lost of it may have been its Hello, and it will not say that again.
+        """
         member = self.workers.get(incarnation)
-        if member is None or member.suspect:
+        known = (name, incarnation) in self.dead or incarnation in self.apis or (member is not None and member.suspect)
+        if known:
             return
-        member.suspect = True
-        self._unlink_from(member.address)
         self._effects.append(Note("warning", f"{name} is suspected: {reason}"))
         for supervisor in self.supervisors.values():
             self._tell(supervisor, Suspect(name, incarnation, reason))
-        self._broadcast()
+        if member is not None:
+            member.suspect = True
+            self._unlink_from(member.address)
+            self._broadcast()
 
     def _broadcast(self) -> None:
         """Nothing before a supervisor has reported: half a membership would look like deaths."""

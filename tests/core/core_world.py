@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cbdisagg.actors.blame import Blame
 from cbdisagg.api.client import Client, Stream
 from cbdisagg.config import Config
 from cbdisagg.core.coordinator import CoordinatorCore
@@ -54,6 +55,7 @@ from cbdisagg.messages import (
     AttemptId,
     Lead,
     Logprobs,
+    Members,
     Page,
     PeerDown,
     PoolInfo,
@@ -137,17 +139,6 @@ class Data:
     pages: dict[int, list[int]]
 
 
-def blamed(sender: Address, receiver: Address, coordinator: Address) -> tuple[Address, Suspect]:
-    """Whom the receiver blames for a message of the sender that was lost, and who is told of it.
-
-    A worker is replaced at the coordinator's word, the coordinator at the supervisor's. An api's streams are its
-    clients': who hears it badly goes itself.
-    """
-    whom = receiver if sender.name.startswith("api") else sender
-    to = SUPERVISOR if whom.name == "coordinator" else coordinator
-    return to, Suspect(whom.name, whom.incarnation, "messages were lost")
-
-
 class Actor:
     """One incarnation of a process: a core, the events it has seen, and what it has been asked to do."""
 
@@ -156,6 +147,9 @@ class Actor:
     def __init__(self, world: World, address: Address) -> None:
         self.world, self.address = world, address
         self.wake_at: float | None = None  # on the world's clock
+        self.leader: Address | None = None
+        self.blame = Blame()
+        self.misses = False  # a message to it was lost
         self.clock_ahead = 0.0  # by so much its clock is ahead of the world's: no two hosts agree
         self.journal: list[tuple[Any, float, list[Effect]]] | None = []  # None: not kept
 
@@ -184,6 +178,30 @@ class Actor:
     def tick(self) -> None:
         raise NotImplementedError
 
+    def notice(self, sender: Address, message: Any) -> None:
+        """What the shell of a worker or an api does before its core is told."""
+        if isinstance(message, Lead):
+            self.leader = message.coordinator
+            for suspect in self.blame.all():
+                self.world.send(self.address, self.leader, suspect)
+        elif isinstance(message, Members):
+            for suspect in self.blame.again(message):
+                self.world.send(self.address, sender, suspect)
+
+    def miss(self, sender: Address) -> None:
+        """A message of the sender was lost: its connection has broken. A worker is replaced at the coordinator's word,
+        the coordinator at the supervisor's. An api's streams are its clients': who hears it badly goes itself.
+        """
+        self.misses = True
+        whom = self.address if sender.name.startswith("api") else sender
+        suspect = Suspect(whom.name, whom.incarnation, "messages were lost")
+        if whom.name == "coordinator":
+            self.world.send(self.address, SUPERVISOR, suspect)
+            return
+        self.blame.add(suspect)
+        if self.leader is not None:
+            self.world.send(self.address, self.leader, suspect)
+
     def replay(self, core: Any) -> None:
         """Fed the same events, a fresh core wants the same done."""
         for event, now, effects in self.journal or ():
@@ -196,6 +214,7 @@ class CoordinatorActor(Actor):
     def __init__(self, world: World, address: Address) -> None:
         super().__init__(world, address)
         self.core = CoordinatorCore(address, world.setting.config)
+        self.leader = address
 
     def receive(self, sender: Address, message: Any) -> None:
         self._feed(FromCoordinatorInbox(sender, message))
@@ -235,6 +254,7 @@ class WorkerActor(Actor):
         self.retired = False
 
     def receive(self, sender: Address, message: Any) -> None:
+        self.notice(sender, message)
         self._feed(FromWorkerInbox(sender, message))
 
     def tick(self) -> None:
@@ -402,9 +422,9 @@ class ApiActor(Actor):
         )
         self.streams: list[Stream] = []
         self.cancelled: set[int] = set()
-        self.misses = False  # a message to it was lost
 
     def receive(self, sender: Address, message: Any) -> None:
+        self.notice(sender, message)
         living = {stream.id: stream for stream in self.streams if not stream.ended}
         if isinstance(message, Tokens):
             for run in message.runs:
@@ -427,9 +447,6 @@ class ApiActor(Actor):
         group = sibling_of.id if sibling_of is not None else None
         self.streams.append(self.client.submit(prompt, sampling, targets, group=group))
         return self.streams[-1]
-
-    def miss(self) -> None:
-        self.misses = True
 
     def cancel(self, stream: Stream) -> None:
         if not stream.ended:
@@ -581,11 +598,7 @@ class World:
     def lose(self, pair: tuple[int, int]) -> None:
         """The connection breaks: the next message is lost, and the receiver notices."""
         sender, _ = self.queues[pair].popleft()
-        receiver = self.actors[pair[1]]
-        if isinstance(receiver, ApiActor):
-            receiver.miss()
-        to, suspect = blamed(sender, receiver.address, self.coordinator.address)
-        self.send(receiver.address, to, suspect)
+        self.actors[pair[1]].miss(sender)
 
     def deliver_data(self, pair: tuple[int, int]) -> None:
         data = self.data[pair].popleft()

@@ -103,3 +103,38 @@ def test_a_stream_whose_acceptance_was_lost_goes_on_when_its_writer_dies() -> No
     service.settle()
     assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)
     service.check_quiet()
+
+
+def test_a_suspicion_that_dies_with_the_coordinator_is_told_to_the_next() -> None:
+    """Else the stream waits for ever for what was lost, while its worker is well."""
+    service = world("any")
+    stream = service.api.submit([1, 2, 3], Sampling(max_tokens=4), TARGETS, None)
+    [worker] = service.workers
+    tokens = (worker.address.incarnation, service.api.address.incarnation)
+    while not stream.output:
+        next(service.actions())()
+    while worker.plans:
+        worker.step()
+    while service.queues[tokens]:
+        service.lose(tokens)
+    old = service.coordinator.address.incarnation
+    service.deliver((service.api.address.incarnation, old))
+    service.queues[old, SUPERVISOR.incarnation].clear()
+    service.start_coordinator()
+    service.settle()
+    assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)
+    service.check_quiet()
+
+
+def test_a_worker_whose_greeting_was_lost_is_replaced() -> None:
+    """It will not greet the same coordinator twice, and would never be a member."""
+    service = world("any")
+    [worker] = service.workers
+    service.start_coordinator()
+    service.deliver((SUPERVISOR.incarnation, worker.address.incarnation))
+    service.lose((worker.address.incarnation, service.coordinator.address.incarnation))
+    service.settle()
+    assert [w.address.incarnation for w in service.workers] != [worker.address.incarnation]
+    stream = service.api.submit([1, 2, 3], Sampling(max_tokens=4), TARGETS, None)
+    service.settle()
+    assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)

@@ -22,7 +22,6 @@ from core_world import (
     SupervisorActor,
     WorkerActor,
     World,
-    blamed,
 )
 from msgspec.structs import replace
 from walk_values import copy, message_key, picture
@@ -187,6 +186,8 @@ class Tables:
                 actor.submit(list(prompt), sampling, TARGETS, actor.streams[0] if sibling else None)
             case ("cancel", n):
                 actor.cancel(actor.streams[n])
+            case ("miss", incarnation):
+                actor.miss(self.address(incarnation))
             case ("push",):
                 actor.step(only_push=True)
             case (name, *arguments):
@@ -322,18 +323,11 @@ class Draft:
     def lose(self, pair: Pair) -> None:
         """The connection breaks: the next message is lost, and the receiver notices."""
         _take(self.queues, pair)
-        self._accuse(pair)
+        self.act(pair[1], "miss", pair[0])
 
     def lose_data(self, pair: Pair) -> None:
         _take(self.data, pair)
-        self._accuse(pair)
-
-    def _accuse(self, pair: Pair) -> None:
-        if pair[1] == API:
-            self.act(API, "miss")
-        sender, receiver, coordinator = map(self.tables.address, (*pair, self.coordinator))
-        to, suspect = blamed(sender, receiver, coordinator)
-        self._enqueue(pair[1], to.incarnation, self.tables.message(receiver, suspect))
+        self.act(pair[1], "miss", pair[0])
 
     # --------------------------------------------------------------------------------------------------- sending
 
