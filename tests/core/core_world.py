@@ -489,6 +489,7 @@ class World:
     data: dict[tuple[int, int], deque[Data]] = field(default_factory=dict)
     ups: list[Up] = field(default_factory=list)
     downs: list[PeerDown] = field(default_factory=list)
+    stopped: set[int] = field(default_factory=set)  # incarnations that do nothing, as after SIGSTOP
     coordinator: CoordinatorActor = None  # type: ignore[assignment]  # until start_coordinator
     last_incarnation: int = 10
 
@@ -534,10 +535,16 @@ class World:
             self.send(SUPERVISOR, self.coordinator.address, self.ups[-1])
             self.send(SUPERVISOR, address, Lead(self.coordinator.address))
 
-    def kill(self, incarnation: int) -> None:
-        """SIGKILL; the supervisor reaps it and starts a successor. What it has sent may still arrive."""
+    def kill(self, incarnation: int, unsent: bool = False) -> None:
+        """SIGKILL; the supervisor reaps it and starts a successor. What it has sent may still arrive.
+
+        `unsent`: what it had to say was still in its own buffers.
+        """
         actor = self.actors[incarnation]
         self._remove(actor)
+        for queues in (self.queues, self.data) if unsent else ():
+            for pair in [pair for pair in queues if pair[0] == incarnation]:
+                del queues[pair]
         self.ups = [up for up in self.ups if up.address != actor.address]
         kind: Literal["api", "worker"] = "worker" if isinstance(actor, WorkerActor) else "api"
         self.downs.append(PeerDown(actor.address.name, incarnation, "killed", kind))
@@ -556,6 +563,7 @@ class World:
 
     def _remove(self, actor: Actor) -> None:
         del self.actors[actor.address.incarnation]
+        self.stopped.discard(actor.address.incarnation)
         for queues in (self.queues, self.data):
             for pair in [pair for pair in queues if pair[1] == actor.address.incarnation]:
                 del queues[pair]
@@ -613,17 +621,19 @@ class World:
 
     def actions(self) -> Iterator[Callable[[], None]]:
         """Everything that can happen by itself, but for the passing of time."""
-        for pair in self.busy_pairs():
+        for pair in [pair for pair in self.busy_pairs() if pair[1] not in self.stopped]:
             yield lambda pair=pair: self.deliver(pair)  # type: ignore[misc]
-        for pair in [pair for pair, queue in self.data.items() if queue]:
+        for pair in [pair for pair, queue in self.data.items() if queue and pair[1] not in self.stopped]:
             yield lambda pair=pair: self.deliver_data(pair)  # type: ignore[misc]
-        for worker in self.workers:
+        going = [actor for incarnation, actor in self.actors.items() if incarnation not in self.stopped]
+        workers = [actor for actor in going if isinstance(actor, WorkerActor)]
+        for worker in workers:
             for name in worker.possible():
                 yield getattr(worker, name)
-        for actor in list(self.actors.values()):
+        for actor in going:
             if actor.wake_at is not None and actor.wake_at <= self.now:
                 yield actor.tick
-        for worker in self.workers:
+        for worker in workers:
             if worker.retired:
                 yield worker.end
 

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from core_world import END_ID, Setting, World, expected_output
+from core_world import END_ID, SUPERVISOR, Setting, WorkerActor, World, expected_output
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -53,6 +53,8 @@ def settings_of_a_world(draw: st.DrawFn) -> Setting:
         kind=kind,
     )
 
+
+FAULTS = ["kill", "kill", "kill", "suspect", "break", "break", "stop", "api", "coordinator"]
 
 prompts = st.builds(
     lambda shared, own: [1 + n % 3 for n in range(shared)] + own,
@@ -133,35 +135,52 @@ class Service(RuleBasedStateMachine):
     # -------------------------------------------------------------------------------------------------- faults
 
     @precondition(lambda self: self.faults)
-    @rule(data=st.data(), fault=st.sampled_from(["kill", "kill", "kill", "suspect", "break", "api", "coordinator"]))
+    @rule(data=st.data(), fault=st.sampled_from(FAULTS))
     def fail(self, data: st.DataObject, fault: str) -> None:
         world = self.world
-        if fault == "coordinator" and self.coordinator_restarts:
-            world.start_coordinator()
-        elif fault == "api":
-            world.kill(world.api.address.incarnation)
-        elif fault == "break":
-            if pairs := self.between_workers():
-                world.lose(data.draw(st.sampled_from(pairs)))
-        else:
-            busy = [worker for worker in world.workers if worker.core.jobs] or world.workers
-            worker = busy[data.draw(st.integers(0, len(busy) - 1))]
-            if fault == "suspect":
-                world.suspect(worker.address.incarnation)
-                return
-            if worker.plans and data.draw(st.booleans()):
-                worker.step(only_push=True)
-            world.kill(worker.address.incarnation)
+        match fault:
+            case "coordinator" if self.coordinator_restarts:
+                world.start_coordinator()
+            case "api":
+                world.kill(world.api.address.incarnation)
+            case "break":
+                if pairs := self.connections():
+                    world.lose(data.draw(st.sampled_from(pairs)))
+            case "stop":
+                stoppable = [*world.workers, world.coordinator]
+                world.stopped.add(data.draw(st.sampled_from(stoppable)).address.incarnation)
+            case "suspect":
+                world.suspect(self.draw_worker(data).address.incarnation)
+            case "kill":
+                worker = self.draw_worker(data)
+                if worker.plans and data.draw(st.booleans()):
+                    worker.step(only_push=True)
+                world.kill(worker.address.incarnation, unsent=data.draw(st.booleans()))
 
-    def between_workers(self) -> list[tuple[int, int]]:
-        workers = {worker.address.incarnation for worker in self.world.workers}
-        return [pair for pair in self.world.busy_pairs() if workers.issuperset(pair)]
+    @precondition(lambda self: self.world.stopped)
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        """SIGCONT: what has waited for it comes at once."""
+        self.world.stopped.remove(data.draw(st.sampled_from(sorted(self.world.stopped))))
+
+    def draw_worker(self, data: st.DataObject) -> WorkerActor:
+        busy = [worker for worker in self.world.workers if worker.core.jobs] or self.world.workers
+        return data.draw(st.sampled_from(busy))
+
+    def connections(self) -> list[tuple[int, int]]:
+        """Those that may break. Not the supervisor's, whose end is everybody's."""
+        spared = {SUPERVISOR.incarnation}
+        if not self.coordinator_restarts:
+            spared.add(self.world.coordinator.address.incarnation)
+        living = self.world.actors.keys() - spared
+        return [pair for pair in self.world.busy_pairs() if living.issuperset(pair)]
 
     # --------------------------------------------------------------------------------------------------- the end
 
     def teardown(self) -> None:
         if not hasattr(self, "world") or sys.exc_info()[0] is not None:
             return  # a rule has failed: that is what is to be seen
+        self.world.stopped.clear()
         self.world.settle()
         self.world.check_quiet()
         for stream in self.world.api.streams:

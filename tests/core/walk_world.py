@@ -389,7 +389,7 @@ def _kind(incarnation: int) -> Literal["api", "worker"]:
 def world_of(tables: Tables, state: State) -> World:
     """The same as a world that goes on by itself, its time that of the latest clock. Its actors are copies."""
     world = World.__new__(World)
-    world.setting, world.last_incarnation = tables.setting, 1000 * WORKER
+    world.setting, world.last_incarnation, world.stopped = tables.setting, 1000 * WORKER, set()
     locals_ = {n: tables.locals[local] for n, local in state.actors}
     world.now = max(local.now for local in locals_.values())
     world.supervisor = SupervisorActor(world, SUPERVISOR)
