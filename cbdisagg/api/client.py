@@ -52,8 +52,10 @@ __all__ = ["Client", "RequestRejected", "Stream", "StreamFailed", "Update"]
 GONE_KEPT = 1024
 """Dead processes remembered; more than a coordinator names. What older ones have sent came long ago."""
 MAX_DEATHS = 8
-"""A stream fails when it loses more workers than these without a token in between: it may be what kills them. Not fewer:
-processes are killed for other reasons too, and several may follow each other before a long prompt is computed."""
+"""A stream fails when it loses more workers than these without a token in between: it may be what kills them.
+
+Not fewer: processes are killed for other reasons too, and several may follow each other before a long prompt is
+computed."""
 TICK_S = 0.5
 """How often `tick` is to be called."""
 
