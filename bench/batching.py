@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -31,7 +31,6 @@ from cbdisagg_bench.batching_run import Results, run_virtual, run_wall, workload
 from cbdisagg_bench.batching_scales import SCALES, Scale
 from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
 from cbdisagg_bench.batching_theory import CAVEATS
-from cbdisagg_bench.batching_wall import Lab
 from cbdisagg_bench.options import at_least, chosen, numbers
 from cbdisagg_bench.pictures.grids import token_grid
 from cbdisagg_bench.pictures.terminal import bars, legend, side_by_side, slots_text, table
@@ -43,6 +42,9 @@ from cbdisagg.cli import fail
 from cbdisagg.config import Model
 from cbdisagg.core.profile import Profile
 from cbdisagg.prepare import prepare_model
+
+if TYPE_CHECKING:
+    from cbdisagg_bench.batching_wall import Lab
 
 CLOCKS = ("virtual", "wall")
 PARTS = ("throughput", "latency", "tails")
@@ -65,6 +67,9 @@ def batching(
     caps: Annotated[str, typer.Option(help="Comma-separated largest output lengths. Default: the scale's.")] = "",
     requests: Annotated[
         int, typer.Option(callback=at_least(0), help="Requests of the burst; 0: the scale's (1000, 128, 200).")
+    ] = 0,
+    arrivals: Annotated[
+        int, typer.Option(callback=at_least(0), help="Requests that arrive one by one; 0: the article's 100.")
     ] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="40 requests in the burst, 20 that arrive one by one.")
@@ -105,7 +110,7 @@ def batching(
     size = _sized(SCALES[scale_name], caps, pool, names)
     plan = Plan(
         clock=clock,
-        scale=replace(size, arrivals=QUICK_ARRIVALS if quick else size.arrivals),
+        scale=replace(size, arrivals=arrivals or (QUICK_ARRIVALS if quick else size.arrivals)),
         parts=chosen("--parts", _words(parts), PARTS),
         systems=names,
         requests=requests or (size.quick if quick else size.requests),
@@ -222,6 +227,8 @@ def _measure(plan: Plan, model: str, threads: int, console: Console) -> Report:
 
 def _laboratory(plan: Plan, model: str, threads: int, bar: Progress) -> tuple[Lab, Profile]:
     """The model, and the scale's profile with costs measured here and now."""
+    from cbdisagg_bench.batching_wall import Lab  # torch: only where a model is wanted
+
     task = bar.add_task("loading the model", total=None)
     lab = Lab(prepare_model(_model(model), lambda stage, fraction: None), plan.dtype, threads, plan.scale)
     bar.update(task, description="calibrating the cost model")

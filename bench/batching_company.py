@@ -1,4 +1,4 @@
-"""How much of the machine others used while something was measured: a figure that belongs to every wall-clock result."""
+"""How much of the machine others used while something was measured: it belongs to every wall-clock result."""
 
 from __future__ import annotations
 

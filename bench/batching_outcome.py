@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,22 @@ class Report:
 
 def origin(command: Sequence[str], seed: int, dtype: str, note: str) -> dict[str, Any]:
     """Who made this: nothing that names a folder or a user of the machine."""
-    import torch
-
     return {
-        "command": " ".join(["cbdisagg", "bench", *command]),
+        "command": " ".join(["cbdisagg", "bench", *_without_folder(command)]),
         "seed": seed,
         "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores used",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
         "model": note,
         "dtype": dtype,
     }
+
+
+def _without_folder(command: Sequence[str]) -> list[str]:
+    """Where a report was written is nobody's affair."""
+    words = list(command)
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
+    return [word for word in words if not word.startswith("--out=")]
 
 
 def processor() -> str:

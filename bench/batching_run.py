@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
+from typing import TYPE_CHECKING
 
 from cbdisagg_bench.batching_burst import Burst, Drive, run_burst
 from cbdisagg_bench.batching_lengths import Request, burst
 from cbdisagg_bench.batching_pair import run_pair
 from cbdisagg_bench.batching_scales import Scale
 from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
-from cbdisagg_bench.batching_wall import Lab
 
 from cbdisagg.core.cost import CostModel
 from cbdisagg.core.profile import Profile
+
+if TYPE_CHECKING:
+    from cbdisagg_bench.batching_wall import Lab
 
 DETAIL = 48
 """Steps whose cells are kept, for the slot pictures."""

@@ -54,6 +54,8 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1, **optio
 def save(made: Figure, folder: Path, name: str) -> None:
     """`name`.png and `name`.svg, without a date."""
     folder.mkdir(parents=True, exist_ok=True)
+    made.draw_without_rendering()  # the layout is found once, for both files
+    made.set_layout_engine("none")
     made.savefig(folder / f"{name}.png", metadata={"Software": None})
     made.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
