@@ -244,6 +244,12 @@ def kernels(context: typer.Context) -> None:
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
+def quality(context: typer.Context) -> None:
+    """Perplexity of each dtype, and agreement with float32."""
+    _bench(context, "quality", "quality")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
 def transfer(context: typer.Context) -> None:
     """Time hand-overs of KV pages between processes."""
     _bench(context, "transfer", "transfer")
