@@ -20,7 +20,7 @@ from aiohttp import web
 from cbdisagg.actors.inbox import Inbox
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.mailbox import Place
-from cbdisagg.actors.placement import place_workers
+from cbdisagg.actors.placement import worker_names
 from cbdisagg.actors.ports import listen, url_of
 from cbdisagg.actors.start import Start, read_config
 from cbdisagg.api.errors import ApiError, error_response
@@ -69,7 +69,7 @@ async def _serve(
         tokenizer,
         inbox.client,
         api_key=read_api_key(config.http),
-        workers=[spot.name for spot in place_workers(config.workers, ())],
+        workers=worker_names(config.workers),
         drain=partial(inbox.mailbox.tell, start.supervisor),
     )
     service = app[SERVICE]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cbdisagg.actors.cores import Cores
 from cbdisagg.config import Workers
 from cbdisagg.messages import Role
 from cbdisagg.validate import UNPINNED, parse_cpus
@@ -20,37 +21,44 @@ class Spot:
     cpus: tuple[int, ...]
 
 
-def place_workers(groups: Sequence[Workers], cores: Collection[int]) -> list[Spot]:
+def place_workers(groups: Sequence[Workers], cores: Cores) -> list[Spot]:
     """Groups with `cpus` get those, divided evenly. The other workers share the rest: as many threads as are given,
     else an equal share, at least one; pinned each to cores of its own if all of them fit and there is more than one
-    worker, for threads that wander disturb each other (two of a worker on two shared cores lose more than half).
+    worker, for threads that wander disturb each other (two of a worker on two shared cores lose more than half). Cores
+    that others use too are not pinned to: another service may have chosen the same ones.
     """
-    free = sorted(set(cores) - {core for group in groups if _listed(group) for core in parse_cpus(group.cpus)})
+    named = {core for group in groups if _listed(group) for core in parse_cpus(group.cpus)}
+    free = [core for core in cores.numbers if core not in named]
+    room = min(len(free), cores.at_once - len(named))
     sharing = [group for group in groups if not _listed(group)]
     taken = sum(group.count * group.threads for group in sharing)
     undecided = sum(group.count for group in sharing if not group.threads)
-    share = max(1, (len(free) - taken) // undecided) if undecided else 0
+    share = max(1, (room - taken) // undecided) if undecided else 0
     wanted = sum(group.count * (group.threads or share) for group in sharing)
     alone = sum(group.count for group in groups) == 1
-    pinned = wanted <= len(free) and not alone
+    pinned = wanted <= room and not alone and cores.are_ours
     spots: list[Spot] = []
-    numbers: dict[Role, int] = {}
+    names = iter(worker_names(groups))
     for group in groups:
         listed = list(parse_cpus(group.cpus)) if _listed(group) else []
         each = len(listed) // group.count
         for _ in range(group.count):
-            number = numbers[group.role] = numbers.get(group.role, -1) + 1
-            name = f"{'worker' if group.role == 'any' else group.role}-{number}"
             if listed:
                 own, listed = listed[:each], listed[each:]
-                spots.append(Spot(name, group.role, group.threads or each, tuple(own)))
+                spots.append(Spot(next(names), group.role, group.threads or each, tuple(own)))
                 continue
             threads = group.threads or share
             own = []
             if pinned:
                 own, free = free[:threads], free[threads:]
-            spots.append(Spot(name, group.role, threads, () if group.cpus == UNPINNED else tuple(own)))
+            spots.append(Spot(next(names), group.role, threads, () if group.cpus == UNPINNED else tuple(own)))
     return spots
+
+
+def worker_names(groups: Sequence[Workers]) -> list[str]:
+    """Of all workers, in order: numbered within their role."""
+    roles = [group.role for group in groups for _ in range(group.count)]
+    return [f"{'worker' if role == 'any' else role}-{roles[:n].count(role)}" for n, role in enumerate(roles)]
 
 
 def _listed(group: Workers) -> bool:

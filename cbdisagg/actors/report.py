@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from cbdisagg.actors.cores import Cores
 from cbdisagg.actors.sizing import DEFAULT_POOL_BYTES
-from cbdisagg.config import Kv
+from cbdisagg.config import Kv, Model
 from cbdisagg.messages import Pair
 
 TEMPERATURE = 0.2
@@ -29,7 +30,7 @@ class Running:
 class Facts:
     """`chat`: the model has a chat template. `key`: what a shell has to paste for the API key, "" if none is asked.
 
-    `context`: the line that tells how long a request may be.
+    `context`: the line that tells how long a request may be; `numbers` what it is computed in, `cores` on how many.
     """
 
     url: str
@@ -38,6 +39,8 @@ class Facts:
     chat: bool
     key: str
     context: str
+    numbers: str
+    cores: str
     processes: Sequence[Running]
     pairs: Sequence[Pair]
     transfer_kind: str
@@ -53,6 +56,8 @@ def ready_text(facts: Facts) -> str:
         "",
         f"Model folder (give it to clients that want a tokenizer): {facts.model_folder}",
         facts.context,
+        facts.numbers,
+        facts.cores,
         "Processes:",
         *(f"  {_process_line(process)}" for process in facts.processes),
     ]
@@ -84,6 +89,17 @@ def context_line(kv: Kv, wanted: int, max_len: int, model_context: int) -> str:
     else:
         pool = f"the pool of {DEFAULT_POOL_BYTES >> 20} MiB, see kv.memory_mb,"
     return f"{line} (the model could {model_context:,}; {pool} holds no more)"
+
+
+def numbers_line(model: Model) -> str:
+    weights = "" if model.weights == "same" else f", weights in {model.weights}"
+    return f"Numbers: {model.dtype}{weights}"
+
+
+def cores_line(cores: Cores) -> str:
+    """How many may be busy at once, and why not all that are there."""
+    line = f"Cores: {cores.at_once}"
+    return line if cores.are_ours else f"{line} of {len(cores.numbers)}, as the CPU quota of this container allows"
 
 
 def curl_line(facts: Facts) -> str:

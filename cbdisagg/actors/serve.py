@@ -20,12 +20,21 @@ from typing import TypeAlias
 
 import uvloop
 
+from cbdisagg.actors.cores import Cores, usable_cores
 from cbdisagg.actors.journal import journal_folder, try_folder
 from cbdisagg.actors.launch import ServiceFailed, Supervisor
 from cbdisagg.actors.life import set_up_logging, watch_pipe
 from cbdisagg.actors.placement import Spot, place_workers
 from cbdisagg.actors.ports import listen
-from cbdisagg.actors.report import Facts, Running, context_line, ready_text, stopping_line
+from cbdisagg.actors.report import (
+    Facts,
+    Running,
+    context_line,
+    cores_line,
+    numbers_line,
+    ready_text,
+    stopping_line,
+)
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.start import write_config
 from cbdisagg.actors.status import Status
@@ -73,8 +82,9 @@ async def _supervise(
     reload: Reload | None,
     began: float,
 ) -> None:
-    spots = place_workers(config.workers, os.sched_getaffinity(0))
-    view = OperatorView(config, model, spots, status, began)
+    cores = usable_cores()
+    spots = place_workers(config.workers, cores)
+    view = OperatorView(config, model, cores, spots, status, began)
     supervisor = Supervisor(config, folder, model, spots, view, client, reload=reload)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -88,8 +98,10 @@ async def _supervise(
 class OperatorView:
     """Shows stages while the service starts, then, once, what there is."""
 
-    def __init__(self, config: Config, model: Path, spots: Sequence[Spot], status: Status, began: float) -> None:
-        self._config, self._model, self._status, self._began = config, model, status, began
+    def __init__(
+        self, config: Config, model: Path, cores: Cores, spots: Sequence[Spot], status: Status, began: float
+    ) -> None:
+        self._config, self._model, self._cores, self._status, self._began = config, model, cores, status, began
         self._spots = {spot.name: spot for spot in spots}
         self._stopping = False
 
@@ -130,6 +142,8 @@ class OperatorView:
                 min(info.max_len for info in supervisor.members.workers),
                 model_context(self._model),
             ),
+            numbers_line(self._config.model),
+            cores_line(self._cores),
             processes,
             supervisor.members.pairs,
             self._config.transfer.kind,

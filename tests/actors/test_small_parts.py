@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import os
 import re
 import threading
 from pathlib import Path
@@ -11,15 +13,24 @@ import pytest
 from msgspec.structs import replace
 
 from cbdisagg.actors.children import BackOff, Incarnations, cause
+from cbdisagg.actors.cores import Cores, cpu_quota, usable_cores
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.placement import Spot, place_workers
 from cbdisagg.actors.reload import check_reload
-from cbdisagg.actors.report import Facts, Running, context_line, ready_text, stopping_line
+from cbdisagg.actors.report import (
+    Facts,
+    Running,
+    context_line,
+    cores_line,
+    numbers_line,
+    ready_text,
+    stopping_line,
+)
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start, read_start, write_config
 from cbdisagg.actors.worker import Loaded, run_worker
-from cbdisagg.config import Config, ConfigError, Debug, Http, Kv, Limits, Policy, Scheduler, Targets, Workers
+from cbdisagg.config import Config, ConfigError, Debug, Http, Kv, Limits, Model, Policy, Scheduler, Targets, Workers
 from cbdisagg.messages import Address, Pair
 
 SUPERVISOR = Address("supervisor", 1, "ipc:///s")
@@ -56,12 +67,83 @@ PAIR = (Workers(role="prefill"), Workers(role="decode"))
     ],
 )
 def test_workers_share_the_cores(groups: tuple[Workers, ...], cores: list[int], spots: list[Spot]) -> None:
-    assert place_workers(groups, cores) == spots
+    assert place_workers(groups, Cores(tuple(cores), len(cores))) == spots
 
 
 def test_more_threads_than_cores_are_not_pinned() -> None:
-    spots = place_workers((Workers(count=3, threads=2),), [0, 1, 2, 3])
+    spots = place_workers((Workers(count=3, threads=2),), Cores((0, 1, 2, 3), 4))
     assert [(spot.threads, spot.cpus) for spot in spots] == [(2, ())] * 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "spots"),
+    [
+        ((Workers(),), [(3, ())]),
+        (PAIR, [(1, ()), (1, ())]),
+        ((Workers(count=5),), [(1, ())] * 5),
+        ((Workers(cpus="0-1"), Workers()), [(2, (0, 1)), (1, ())]),
+        ((Workers(cpus="0-3"), Workers()), [(4, (0, 1, 2, 3)), (1, ())]),
+        ((Workers(threads=2), Workers()), [(2, ()), (1, ())]),
+    ],
+)
+def test_a_quota_limits_threads_and_leaves_cores_to_the_kernel(
+    groups: tuple[Workers, ...], spots: list[tuple[int, tuple[int, ...]]]
+) -> None:
+    cores = Cores(tuple(range(64)), 3)
+    assert [(spot.threads, spot.cpus) for spot in place_workers(groups, cores)] == spots
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "quota"),
+    [
+        ("0::/\n", {}, math.inf),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, math.inf),
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        (
+            "0::/a/b\n",
+            {"cpu.max": "max 100000\n", "a/cpu.max": "200000 100000\n", "a/b/cpu.max": "300000 50000\n"},
+            2.0,
+        ),
+        ("0::/../other\n", {"cpu.max": "400000 100000\n"}, 4.0),
+        ("0::/\n", {"cpu.max": "nonsense"}, math.inf),
+        ("3:cpuset:/\n1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
+        (
+            "4:cpu,cpuacct:/docker/1\n0::/\n",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "250000\n", "cpu,cpuacct/cpu.cfs_period_us": "100000\n"},
+            2.5,
+        ),
+    ],
+)
+def test_quotas_of_both_cgroup_versions(tmp_path: Path, membership: str, files: dict[str, str], quota: float) -> None:
+    (tmp_path / "membership").write_text(membership)
+    for name, content in files.items():
+        (tmp_path / "mount" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mount" / name).write_text(content)
+    assert cpu_quota(tmp_path / "membership", tmp_path / "mount") == quota
+    assert cpu_quota(tmp_path / "nothing", tmp_path / "mount") == math.inf
+
+
+@pytest.mark.parametrize(
+    ("mask", "quota", "cores"),
+    [
+        ({5, 2}, math.inf, Cores((2, 5), 2)),
+        ({0, 1, 2, 3}, 2.5, Cores((0, 1, 2, 3), 2)),
+        ({0, 1}, 8.0, Cores((0, 1), 2)),
+        ({7, 8}, 0.5, Cores((7, 8), 1)),
+    ],
+)
+def test_mask_and_quota_meet(monkeypatch: pytest.MonkeyPatch, mask: set[int], quota: float, cores: Cores) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mask)
+    monkeypatch.setattr("cbdisagg.actors.cores.cpu_quota", lambda: quota)
+    assert usable_cores() == cores
+    assert cores.are_ours == (len(mask) == cores.at_once)
+
+
+def test_lines_on_numbers_and_cores() -> None:
+    assert numbers_line(Model()) == "Numbers: bfloat16"
+    assert numbers_line(Model(dtype="float32", weights="int8")) == "Numbers: float32, weights in int8"
+    assert cores_line(Cores((0, 1), 2)) == "Cores: 2"
+    assert cores_line(Cores(tuple(range(64)), 2)) == "Cores: 2 of 64, as the CPU quota of this container allows"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +226,8 @@ P, D = Address("prefill-0", 2, ""), Address("decode-0", 3, "")
 
 def facts(*pairs: Pair, chat: bool = True, key: str = "") -> Facts:
     processes = [Running("prefill-0", 11, 1, (0,)), Running("decode-0", 12, 2, (1, 2)), Running("api", 13)]
-    return Facts("http://127.0.0.1:8000", "tiny", "/models/tiny", chat, key, CONTEXT, processes, pairs, "auto", 7.96)
+    lines = (CONTEXT, "Numbers: bfloat16", "Cores: 3")
+    return Facts("http://127.0.0.1:8000", "tiny", "/models/tiny", chat, key, *lines, processes, pairs, "auto", 7.96)
 
 
 def test_the_ready_text() -> None:
@@ -159,6 +242,8 @@ Try it:
 
 Model folder (give it to clients that want a tokenizer): /models/tiny
 Context: 8,192 tokens
+Numbers: bfloat16
+Cores: 3
 Processes:
   prefill-0    pid 11      1 thread on core 0
   decode-0     pid 12      2 threads on cores 1, 2
