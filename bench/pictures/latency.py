@@ -12,6 +12,9 @@ from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import PUBLISHED_MEDIAN_S
 from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 
+NEAR = 0.06
+"""Points closer than this part of their values share a label."""
+
 
 def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
     """One panel for each of the article's rates."""
@@ -46,7 +49,7 @@ def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
     with mpl.rc_context(SETTINGS):
         columns = min(5, len(systems))
         rows = -(-len(systems) // columns)
-        made, axes = figure(2.2 * max(3, columns), 1.2 + 2.9 * rows, rows, columns, squeeze=False, sharey=True)
+        made, axes = figure(2.2 * max(3, columns), 1.2 + 2.9 * rows, rows, columns, squeeze=False)
         for panel in axes.flat[len(systems) :]:
             panel.set_visible(False)
         for panel, name in zip(axes.flat, systems, strict=False):
@@ -77,13 +80,10 @@ def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) ->
             mine = [point for point in points if point.system == name]
             pairs = [(point.gap_p99 * 1e3, point.ttft_p99 * 1e3) for point in mine]
             axes.plot(*zip(*pairs, strict=True), "o-", ms=4, lw=1, color=SYSTEMS[name], label=ALL[name].label)
-            labels: dict[tuple[float, float], list[str]] = {}
-            for point, (x, y) in zip(mine, pairs, strict=True):
-                labels.setdefault((round(x, 1), round(y)), []).append(str(point.chunk or "whole"))
-            for place, names in labels.items():
-                offset = (0, 7) if name == "S4r" else (7, -8 if "whole" in names else 1)
-                side = "center" if name == "S4r" else "left"
-                axes.annotate(", ".join(names), place, textcoords="offset points", xytext=offset, ha=side, fontsize=7)
+            for (x, y), names in _together(mine, pairs):
+                offset, side = ((0, 7), "center") if name == "S4r" else ((7, -3), "left")
+                text = ", ".join(names)
+                axes.annotate(text, (x, y), textcoords="offset points", xytext=offset, ha=side, fontsize=7)
         axes.set_xlabel("p99 of the gap between tokens, ms (log)")
         axes.set_ylabel("p99 of the time to the first token, ms (log)")
         axes.set_xscale("log")
@@ -96,3 +96,19 @@ def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) ->
         axes.legend(title="token budget of a step beside each point", title_fontsize=8)
         axes.set_title(f"Chunk size and disaggregation at {load:.0%} of the replicas' capacity, scale {scale}")
         save(made, folder, "tails")
+
+
+def _together(
+    points: Sequence[Tail], places: Sequence[tuple[float, float]]
+) -> list[tuple[tuple[float, float], list[str]]]:
+    """Labels of points, those that lie upon each other joined: within NEAR of each other on both axes."""
+    joined: list[tuple[tuple[float, float], list[str]]] = []
+    for point, place in zip(points, places, strict=True):
+        text = str(point.chunk or "whole")
+        for known, names in joined:
+            if all(abs(a / b - 1) < NEAR for a, b in zip(place, known, strict=True)):
+                names.append(text)
+                break
+        else:
+            joined.append((place, [text]))
+    return joined
