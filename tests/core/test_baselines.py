@@ -41,15 +41,19 @@ def setting(batching: Batching, allocator: Allocator, draw: Random) -> Setting:
     return ShortLived(roles, config, pages=18, max_batch=4, plans_ahead=draw.randint(0, 1))
 
 
+@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("batching", "allocator"), WAYS)
 def test_every_request_gets_its_tokens_and_every_page_comes_back(
-    batching: Batching, allocator: Allocator, seed: int
+    batching: Batching, allocator: Allocator, seed: int, leaves: bool
 ) -> None:
+    """Also if a worker leaves, and its running requests move into batches of another."""
     draw = Random(seed)
     world = World(setting(batching, allocator, draw))
     world.settle()
-    for _ in range(10):
+    for number in range(10):
+        if leaves and number == 6 and len(world.workers) > 1:
+            world.workers[0].leave()
         prompt = [draw.randint(0, 3) for _ in range(draw.randint(1, 7))]
         sampling = Sampling(draw.randint(1, 9), end_ids=draw.choice([(), (END_ID,)]), seed=draw.randint(0, 2))
         world.api.submit(prompt, sampling, Targets(1.0, 0.1), None)
