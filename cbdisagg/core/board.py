@@ -21,23 +21,23 @@ Rank = tuple[float, Address]
 
 
 class Ranking:
-    """Workers by a number, the smallest first, then by address."""
+    """Workers by a number, the smallest first, then by address. `numbers` is to be read only."""
 
     def __init__(self) -> None:
         self._order: list[Rank] = []
-        self._numbers: dict[Address, float] = {}
+        self.numbers: dict[Address, float] = {}
 
     def put(self, worker: Address, number: float) -> None:
-        before = self._numbers.get(worker)
+        before = self.numbers.get(worker)
         if before == number:
             return
         if before is not None:
             del self._order[bisect_left(self._order, (before, worker))]
-        self._numbers[worker] = number
+        self.numbers[worker] = number
         insort(self._order, (number, worker))
 
     def drop(self, worker: Address) -> None:
-        number = self._numbers.pop(worker, None)
+        number = self.numbers.pop(worker, None)
         if number is not None:
             del self._order[bisect_left(self._order, (number, worker))]
 
@@ -129,12 +129,9 @@ class Board:
         links = self._links.get(decoder, {})
         if len(links) > EVERYBODY and any(worker in links for worker in best):
             return []
-        waits = [(self._wait_s(worker), worker) for worker in links if self._prefills(worker) and serves(worker)]
-        return [min(waits)[1]] if waits else []
-
-    def _prefills(self, worker: Address) -> bool:
-        view = self._views.get(worker)
-        return view is not None and view.role != "decode"
+        waits = self._prefillers.numbers
+        near = sorted((waits[worker], worker) for worker in links if worker in waits)
+        return next(([worker] for _, worker in near if serves(worker)), [])
 
     def _wait_s(self, worker: Address) -> float:
         view = self._views[worker]

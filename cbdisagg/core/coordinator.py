@@ -19,7 +19,7 @@ from cbdisagg.core.board import Board
 from cbdisagg.core.effects import Effect, Note, Tell, Wake
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox, Tick
 from cbdisagg.core.policy import Decision, Link, View, move_target, retry_after, route
-from cbdisagg.core.residency import Residency
+from cbdisagg.core.residency import Residency, Starts
 from cbdisagg.messages import (
     STATS_HEARTBEAT_S,
     Address,
@@ -122,6 +122,7 @@ class CoordinatorCore:
         self.dead: dict[tuple[str, int], None] = {}  # in order of death
         self.restarts: dict[str, int] = {}
         self.board = Board()
+        self.starts = Starts()
         self.placed: dict[RequestId, Placed] = {}
         self.decisions: dict[tuple[str, str], int] = {}
         self._now = 0.0
@@ -231,9 +232,9 @@ class CoordinatorCore:
         if prefill is not decode:
             prefill.jobs.append((self._now, missing))
             self._look_at(prefill)
-            prefill.residency.add(hashes)
+            self._sent(prefill, hashes)
         self._look_at(decode)
-        decode.residency.add(hashes)
+        self._sent(decode, hashes)
         self._tell(decision.decode, Submit(request, Route(decision.prefill, decision.decode), self.address.incarnation))
 
     def _finished(self, sender: Address, id: RequestId, submission: int) -> None:
@@ -259,7 +260,7 @@ class CoordinatorCore:
         taker = self.workers[to.incarnation]
         taker.submit(0)
         self._look_at(taker)
-        taker.residency.add(split_hashes(request.hashes))
+        self._sent(taker, split_hashes(request.hashes))
         self._tell(to, Submit(request, Route(source, to), self.address.incarnation, moves=True))
 
     def _reject(self, api: Address, request: Generate, status: int, text: str, retry_after_s: float) -> None:
@@ -302,10 +303,17 @@ class CoordinatorCore:
         """Who probably has how many tokens of this prompt, if any."""
         found = {}
         if hashes and self.config.kv.prefix_cache:
-            for member in self.workers.values():
-                if member.residency.has(hashes[0]):
-                    found[member.address] = self._cached(member, request, hashes)
+            for incarnation in self.starts.of(hashes[0]):
+                member = self.workers.get(incarnation)
+                if member is not None and (cached := self._cached(member, request, hashes)):
+                    found[member.address] = cached
         return found
+
+    def _sent(self, member: Member, hashes: Sequence[Hash]) -> None:
+        """It will have these pages."""
+        if hashes:
+            member.residency.add(hashes)
+            self.starts.add(hashes[0], member.address.incarnation)
 
     def _cached(self, member: Member, request: Generate, hashes: Sequence[Hash]) -> int:
         """Tokens of the prompt that this worker probably has; the last one is always computed."""

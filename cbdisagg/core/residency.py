@@ -11,6 +11,30 @@ from collections.abc import Sequence
 
 from cbdisagg.messages import Hash
 
+STARTS = 1 << 16
+NEWEST = 64
+
+
+class Starts:
+    """Which workers were sent a prompt that begins with this page: the newest ones, of the STARTS newest pages."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[Hash, dict[int, None]] = OrderedDict()
+
+    def add(self, first: Hash, worker: int) -> None:
+        """`worker` by its incarnation; it may have died since, or have forgotten the page."""
+        workers = self._workers.setdefault(first, {})
+        self._workers.move_to_end(first)
+        workers.pop(worker, None)
+        workers[worker] = None
+        if len(workers) > NEWEST:
+            del workers[next(iter(workers))]
+        if len(self._workers) > STARTS:
+            self._workers.popitem(last=False)
+
+    def of(self, first: Hash) -> list[int]:
+        return list(self._workers.get(first, ()))
+
 
 class Residency:
     """At most `limit` page hashes, the least recently routed forgotten first."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cbdisagg.core.board import EVERYBODY, FEW, Board, Ranking
 from cbdisagg.core.policy import Link, View
-from cbdisagg.core.residency import Residency
+from cbdisagg.core.residency import NEWEST, STARTS, Residency, Starts
 from cbdisagg.messages import Address, Hash, Role
 
 
@@ -117,3 +117,14 @@ def test_leading_pages_are_found_by_bisection_as_by_counting(chains: list[list[i
         counted = next((n for n, value in enumerate(hashes) if not residency.has(value)), len(hashes))
         assert residency.count(hashes) == counted
         residency.add(hashes)
+
+
+def test_who_was_sent_a_beginning_is_known_for_the_newest_of_both() -> None:
+    starts = Starts()
+    for worker in (*range(NEWEST + 3), 5):
+        starts.add(Hash(b"first"), worker)
+    assert starts.of(Hash(b"first")) == [*(n for n in range(3, NEWEST + 3) if n != 5), 5]
+    assert starts.of(Hash(b"other")) == []
+    for n in range(STARTS):
+        starts.add(Hash(n.to_bytes(4, "big")), n)
+    assert starts.of(Hash(b"first")) == [] and starts.of(Hash(bytes(4))) == [0]
