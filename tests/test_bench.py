@@ -156,7 +156,7 @@ def test_refusal_is_one_line_with_option_value_and_what_is_right(
     def too_late(*_: object) -> None:
         raise AssertionError("work has begun")
 
-    for module, name in ((step, "measure_limits"), (handover, "measure"), (transfer, "Pair"), (load, "_model")):
+    for module, name in ((step, "machine"), (handover, "measure"), (transfer, "Pair"), (load, "_model")):
         monkeypatch.setattr(module, name, too_late)
     words = arguments.split()
     assert command_line(words, monkeypatch) == 1
@@ -181,12 +181,13 @@ def shown(table: object) -> str:
     return text.getvalue()
 
 
-def test_tables_fit_a_terminal_of_80_columns() -> None:
-    limits = step.Limits(dram=65.0, peak=1114.0)
-    row = step._compare(step.Row("decode", "bfloat16", 32, 1024, 1148.43, 112.31, 12345.0), limits)
-    text = shown(step._table([row, step.Row("prefill", "float32", 1, 512, 1234.56, 123.45, 12650.0)], limits, 2))
+def test_steps_table_fits_a_terminal_of_80_columns() -> None:
+    row = step.Row(
+        "prefill", "native", "bfloat16", 32, 1024, 1148.43, 112.31, 12345.0, 65.0, 1114.0, 0.87, 9999.0, 1.24
+    )
+    text = shown(step._table([row], 2))
     assert "…" not in text
-    for word in ("decode", "prefill", "bf16", "f32", "1148.43", "112.31", "12345", "ref ms", "spread", "ratio"):
+    for word in ("prefill", "native", "bf16", "1148", "112", "12345", "spread", "87%", "9999", "124%"):
         assert word in text
 
 

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +118,17 @@ class Running:
         with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             text: str = json.load(response)["choices"][0]["text"]
         return text
+
+    def complete_in_the_end(self) -> str:
+        """As a client does that is told 503 while no worker is there: ask again."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return self.complete()
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
 
     def sockets(self) -> list[Path]:
         """All internal ones."""
