@@ -23,10 +23,10 @@ from cbdisagg_bench.batching_checks import checks
 from cbdisagg_bench.batching_company import QUIET, Company
 from cbdisagg_bench.batching_factors import factors
 from cbdisagg_bench.batching_golden import COLUMNS, FOUR, SEVEN, SLOTS, golden
-from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS, Latencies, Tail
+from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS, Latencies
 from cbdisagg_bench.batching_lengths import SEED
 from cbdisagg_bench.batching_outcome import Report, origin, processor
-from cbdisagg_bench.batching_parts import Plan, latency_parts, wall_latencies, wall_seconds
+from cbdisagg_bench.batching_parts import Plan, virtual_latencies, virtual_tails, wall_latencies, wall_seconds
 from cbdisagg_bench.batching_run import Results, run_virtual, run_wall, workloads
 from cbdisagg_bench.batching_scales import SCALES, Scale
 from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
@@ -60,9 +60,9 @@ def batching(
     scale: Annotated[
         str, typer.Option(help="a100, gpu (an H200) or cpu (an eighth). Default: a100; with --clock wall: cpu.")
     ] = "",
-    parts: Annotated[str, typer.Option(help="Comma-separated: throughput (always made), latency, tails.")] = ",".join(
-        PARTS
-    ),
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: throughput (always made), latency, tails (always virtual).")
+    ] = ",".join(PARTS),
     systems: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SYSTEMS)}.")] = ",".join(SYSTEMS),
     caps: Annotated[str, typer.Option(help="Comma-separated largest output lengths. Default: the scale's.")] = "",
     requests: Annotated[
@@ -201,7 +201,7 @@ def _measure(plan: Plan, model: str, threads: int, console: Console) -> Report:
         split = factors(results, lambda text: bar.update(task, description=text))
         bar.remove_task(task)
         latencies: list[Latencies] = []
-        tails: list[Tail] = []
+        tails = virtual_tails(plan, profile, LOAD, bar) if "tails" in plan.parts else []
         if lab is not None:
             seconds = wall_seconds(plan, results, profile)
             console.print(f"This will take about {_minutes(seconds)}.")
@@ -209,8 +209,8 @@ def _measure(plan: Plan, model: str, threads: int, console: Console) -> Report:
             _run_wall(results, lab, bar)
             if "latency" in plan.parts:
                 latencies = wall_latencies(plan, profile, lab.folder, vocab, bar)
-        else:
-            latencies, tails = latency_parts(plan, profile, LOAD, bar)
+        elif "latency" in plan.parts:
+            latencies = virtual_latencies(plan, profile, bar)
         if company is not None and (others := company.others()) > QUIET:
             busy = (
                 f"Other processes had {others:.0%} of the cores meanwhile: all times are longer than the machine's own."

@@ -97,7 +97,7 @@ def tail_rows(points: Sequence[Tail], load: float) -> Rows:
         for point in points
     ]
     columns = ("system", "token budget", "TTFT p99 s", "gap p99 ms")
-    return Rows(f"tails at {load:.0%} of the replicas' capacity", columns, rows)
+    return Rows(f"tails at {load:.0%} of the replicas' capacity, virtual clock", columns, rows)
 
 
 def factor_rows(found: Sequence[Factor]) -> Rows:

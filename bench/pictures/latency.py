@@ -94,7 +94,9 @@ def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) ->
         axes.tick_params(which="minor", labelsize=7)
         grid_lines(axes, "both")
         axes.legend(title="token budget of a step beside each point", title_fontsize=8)
-        axes.set_title(f"Chunk size and disaggregation at {load:.0%} of the replicas' capacity, scale {scale}")
+        axes.set_title(
+            f"Chunk size and disaggregation at {load:.0%} of the replicas' capacity,\nvirtual clock, scale {scale}"
+        )
         save(made, folder, "tails")
 
 
