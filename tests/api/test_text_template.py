@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import models
@@ -78,6 +78,7 @@ def test_renders_as_transformers_does(name: str, prompt: bool) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_messages_render_as_in_transformers(name: str, data: st.DataObject) -> None:
     texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)

@@ -16,7 +16,7 @@ from core_world import Setting, World
 
 from cbdisagg.api import client
 from cbdisagg.config import Config, Kv, Policy
-from cbdisagg.core import coordinator
+from cbdisagg.core import coordinator, residency
 from cbdisagg.messages import Role, Sampling, Targets
 
 ROLES: tuple[Role, ...] = ("prefill", "prefill", "decode", "decode")
@@ -94,7 +94,8 @@ def grown(world: World, round_: Callable[[], None], warm_up: int, rounds: int) -
     return {path: (most.get(path, 0), size) for path, size in sizes(world).items() if size > most.get(path, 0) + 2}
 
 
-def test_nothing_grows_with_the_number_of_requests(world: World) -> None:
+def test_nothing_grows_with_the_number_of_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "STARTS", 16)
     rng = random.Random(1)
     assert grown(world, lambda: requests(world, rng, 8), warm_up=12, rounds=12) == {}
 
@@ -103,6 +104,8 @@ def test_nothing_grows_with_the_number_of_the_dead(world: World, monkeypatch: py
     """Every worker in turn is killed again and again, under load; the coordinator, too. Most of the dead have been
     forgotten by the end, and nobody misses them.
     """
+    monkeypatch.setattr(residency, "STARTS", 16)
+    monkeypatch.setattr(residency, "NEWEST", 4)
     monkeypatch.setattr(coordinator, "_DEAD_KEPT", 6)
     monkeypatch.setattr(client, "GONE_KEPT", 8)
     rng = random.Random(2)
