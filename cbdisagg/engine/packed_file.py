@@ -23,9 +23,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from io import FileIO
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -37,13 +38,14 @@ from cbdisagg.engine.families import ModelWeights, Product
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"cbdpack\x01"
+MAGIC = b"cbdpack\x02"
 SEAL = Struct("<8s32sQQ32sH")
 """Magic, key, bytes of the file, its mtime in ns, the SHA-256 of what follows the first page, bytes of the model's
 path, which follows the seal."""
 FIRST_PAGE = 4096
 CHECK_BYTES = 16
 """Of the hash of the first page, at its end."""
+BLOCK = 2 << 20
 POPULATE_READ = 22
 """MADV_POPULATE_READ, since Linux 5.14: map what is in the page cache now, not by a fault for each page later."""
 
@@ -121,7 +123,7 @@ def lay_out(weights: ModelWeights, wanted: Wanted) -> Layout:
 def find(wanted: Wanted, layout: Layout) -> NDArray[np.uint8] | None:
     """Mapped, if it is there and what its seal says. A file whose mtime has changed since is hashed."""
     try:
-        with wanted.path.open("rb") as file:
+        with wanted.path.open("rb", buffering=0) as file:
             stat = os.fstat(file.fileno())
             seal = _read_seal(file.read(FIRST_PAGE))
             if seal is None or seal.key != wanted.key(layout) or seal.nbytes != stat.st_size:
@@ -161,15 +163,15 @@ def _check(sealed: bytes) -> bytes:
     return blake2b(sealed, digest_size=CHECK_BYTES).digest()
 
 
-def _hash_of_rest(file: BinaryIO) -> bytes:
+def _hash_of_rest(file: FileIO) -> bytes:
     digest, block = sha256(), bytearray(1 << 20)
     file.seek(FIRST_PAGE)
-    while count := file.readinto(block):  # type: ignore[attr-defined]
+    while count := file.readinto(block):
         digest.update(memoryview(block)[:count])
     return digest.digest()
 
 
-def _mapped(file: BinaryIO, nbytes: int) -> NDArray[np.uint8]:
+def _mapped(file: FileIO, nbytes: int) -> NDArray[np.uint8]:
     memory = mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
     for advice in (getattr(mmap, "MADV_HUGEPAGE", None), POPULATE_READ):
         if advice is not None:
@@ -187,15 +189,13 @@ def _make(wanted: Wanted, layout: Layout, weights: ModelWeights) -> None:
     began = time.monotonic()
     unfinished = wanted.path.with_suffix(UNFINISHED)
     try:
-        with unfinished.open("wb") as file:
+        with unfinished.open("wb", buffering=0) as file:
             nbytes = max(end for _, end in layout.values())
             os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is known now, and no page is missing later
             digest = _write(file, layout, wanted, {product.name: product for product in weights.products()})
             mtime_s = int(time.time())  # whole seconds: what every file system keeps
             seal = _Seal(wanted.key(layout), nbytes, mtime_s * 10**9, digest, os.fsencode(wanted.model))
-            file.seek(0)
-            file.write(seal.page())
-            file.flush()
+            os.pwrite(file.fileno(), seal.page(), 0)
             os.fsync(file.fileno())
             os.utime(file.fileno(), (mtime_s, mtime_s))
         unfinished.replace(wanted.path)
@@ -205,10 +205,10 @@ def _make(wanted: Wanted, layout: Layout, weights: ModelWeights) -> None:
     log.info("packed the weights in %.1f s: %s, %d MiB", time.monotonic() - began, wanted.path, nbytes >> 20)
 
 
-def _write(file: BinaryIO, layout: Layout, wanted: Wanted, products: Mapping[str, Product]) -> bytes:
+def _write(file: FileIO, layout: Layout, wanted: Wanted, products: Mapping[str, Product]) -> bytes:
     """Pack each product and write it to its place; returns the SHA-256 of all that follows the first page."""
-    digest, place = sha256(), FIRST_PAGE
-    file.seek(place)
+    digest, blocks, place = sha256(), _Blocks(file), FIRST_PAGE
+    blocks.write(bytes(FIRST_PAGE))
     scratch = np.empty(max(end - begin for begin, end in layout.values()) + LINE, dtype=np.uint8)
     scratch = scratch[-scratch.ctypes.data % LINE :]
     for name, (begin, end) in layout.items():
@@ -216,9 +216,35 @@ def _write(file: BinaryIO, layout: Layout, wanted: Wanted, products: Mapping[str
         wanted.packer.pack(products[name].weight(wanted.dtype), packed)
         for part in (bytes(begin - place), packed.data):
             digest.update(part)
-            file.write(part)
+            blocks.write(part)
         place = end
+    blocks.flush()
     return digest.digest()
+
+
+class _Blocks:
+    """Writes a file from its start on in blocks as large as a huge page, which the page cache then keeps in one piece.
+
+    Measured: pieces as products give them made steps of 8 and 16 sequences 4 to 5 % slower.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self.file, self.block, self.filled = file, bytearray(BLOCK), 0
+
+    def write(self, part: bytes | memoryview) -> None:
+        rest = memoryview(part)
+        while rest:
+            count = min(len(rest), BLOCK - self.filled)
+            self.block[self.filled : self.filled + count] = rest[:count]
+            self.filled, rest = self.filled + count, rest[count:]
+            if self.filled == BLOCK:
+                self.flush()
+
+    def flush(self) -> None:
+        rest = memoryview(self.block)[: self.filled]
+        while rest:
+            rest = rest[self.file.write(rest) :]
+        self.filled = 0
 
 
 def _tidy(folder: Path) -> None:
