@@ -87,6 +87,27 @@ def test_a_cancel_by_way_of_the_coordinator_reaches_both_ends_of_a_move() -> Non
     service.check_quiet()
 
 
+def test_a_move_is_given_up_when_the_worker_that_leaves_is_suspected() -> None:
+    """It may still push; the stream comes again from its api, to pages that it does not know."""
+    service = world("any", "any")
+    stream = service.api.submit([1, 2, 3], Sampling(max_tokens=12), TARGETS, None)
+    while not stream.output:
+        next(service.actions())()
+    [old] = [worker for worker in service.workers if worker.core.requests]
+    [new] = [worker for worker in service.workers if worker is not old]
+    old.leave()
+    while not new.core.handoffs.reservations:
+        next(service.actions())()
+    service.suspect(old.address.incarnation)
+    service.deliver((service.api.address.incarnation, service.coordinator.address.incarnation))
+    while stream.id in new.core.requests:
+        service.deliver((service.coordinator.address.incarnation, new.address.incarnation))
+    assert new.core.pages.quarantined
+    service.settle()
+    service.check_quiet()
+    assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)
+
+
 def test_what_is_too_long_to_move_stays_and_is_not_refused() -> None:
     service = world("any")
     [worker] = service.workers

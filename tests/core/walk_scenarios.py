@@ -57,31 +57,50 @@ LONG = asked("12312", "22")  # the first has three pages, pushed one by one with
 STAY = asked("123", tokens=4)  # decodes for a while
 
 SCENARIOS = [
-    Scenario("cancel", setting(), TWO, {"cancel": 2}, most=2, prompt=PROMPT),
-    Scenario("cancel, workers late", setting(), TWO, {"cancel": 1}, prompt=(APIS,)),
-    Scenario("cancel in mid-transfer", setting(budget=2), LONG, {"cancel": 2}, most=2, prompt=PROMPT),
-    Scenario("P dies and comes back", setting(), TWO, {KILL_P: 1, RESTART_P: 1}, most=2, prompt=PROMPT),
-    Scenario("P dies, all late", setting(), ONE, {KILL_P: 1, "cancel": 1}, most=2),
-    Scenario("P dies twice", setting(), ONE, {KILL_P: 2, RESTART_P: 1, "cancel": 1}, most=4, prompt=PROMPT),
-    Scenario("D dies and comes back", setting(), TWO, {KILL_D: 1, RESTART_D: 1}, most=2, prompt=PROMPT),
-    Scenario("D dies, all late", setting(), ONE, {KILL_D: 1, "cancel": 1}, most=2),
-    Scenario("D dies twice", setting(), ONE, {KILL_D: 2, RESTART_D: 1, "cancel": 1}, most=4, prompt=PROMPT),
-    Scenario("both die, all late", setting(), ONE, {KILL_P: 1, KILL_D: 1}, most=2),
-    Scenario("P is suspected", setting(budget=2), LONG[:1], {"suspect prefill-0": 1}, prompt=PROMPT),
-    Scenario("P is suspected, all late", setting(), ONE, {"suspect prefill-0": 1}),
-    Scenario("D is suspected", setting(), ONE, {"suspect decode-1": 1, "cancel": 1}, most=2, prompt=PROMPT),
-    Scenario("a message is lost", setting(), TWO, {"lose": 1}, prompt=PROMPT),
-    Scenario("coordinator", setting(), ONE, {"coordinator": 1}, prompt=PROMPT),
-    Scenario("coordinator, P and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS, DECODER)),
-    Scenario("coordinator, all late", setting(ALONE), ONE, {"coordinator": 1, "cancel": 1}, most=2),
-    Scenario("coordinator twice", setting(ALONE), ONE, {"coordinator": 2}, most=2, prompt=(APIS,)),
-    Scenario("coordinator and worker", setting(ALONE), ONE, {"coordinator": 1, "kill any-0": 1}, most=2),
-    Scenario("data apart", setting(kind="zmq", budget=2), LONG, {KILL_P: 1, "cancel": 1}, prompt=PROMPT),
+    Scenario("cancel", setting(), TWO, {"cancel": 2}, most=2, prompt=PROMPT, floor=9_200),
+    Scenario("cancel, workers late", setting(), TWO, {"cancel": 1}, prompt=(APIS,), floor=4_200),
+    Scenario("cancel in mid-transfer", setting(budget=2), LONG, {"cancel": 2}, most=2, prompt=PROMPT, floor=24_000),
+    Scenario("P dies and comes back", setting(), TWO, {KILL_P: 1, RESTART_P: 1}, most=2, prompt=PROMPT, floor=6_100),
+    Scenario("P dies, all late", setting(), ONE, {KILL_P: 1, "cancel": 1}, most=2, floor=5_400),
     Scenario(
-        "data apart, suspicion", setting(kind="zmq"), ONE, {"suspect prefill-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+        "P dies twice", setting(), ONE, {KILL_P: 2, RESTART_P: 1, "cancel": 1}, most=4, prompt=PROMPT, floor=9_600
     ),
-    Scenario("one fits", setting(pages=3), TWO, {"cancel": 1, KILL_P: 1, KILL_D: 1}, most=2, prompt=PROMPT),
-    Scenario("crossed", setting(CROSSED), TWO, {"cancel": 1, "kill any-0": 1}, prompt=PROMPT),
+    Scenario("D dies and comes back", setting(), TWO, {KILL_D: 1, RESTART_D: 1}, most=2, prompt=PROMPT, floor=7_600),
+    Scenario("D dies, all late", setting(), ONE, {KILL_D: 1, "cancel": 1}, most=2, floor=9_700),
+    Scenario(
+        "D dies twice", setting(), ONE, {KILL_D: 2, RESTART_D: 1, "cancel": 1}, most=4, prompt=PROMPT, floor=6_800
+    ),
+    Scenario("both die, all late", setting(), ONE, {KILL_P: 1, KILL_D: 1}, most=2, floor=3_500),
+    Scenario("P is suspected", setting(budget=2), LONG[:1], {"suspect prefill-0": 1}, prompt=PROMPT, floor=4_100),
+    Scenario("P is suspected, all late", setting(), ONE, {"suspect prefill-0": 1}, floor=14_000),
+    Scenario(
+        "D is suspected", setting(), ONE, {"suspect decode-1": 1, "cancel": 1}, most=2, prompt=PROMPT, floor=2_800
+    ),
+    Scenario("a message is lost", setting(), TWO, {"lose": 1}, prompt=PROMPT, floor=11_000),
+    Scenario("anything is lost, all late", setting(ALONE), ONE, {"lose anywhere": 1, "cancel": 1}, most=2, floor=6_800),
+    Scenario("anything is lost", setting(), ONE, {"lose anywhere": 1}, prompt=(APIS,), floor=4_200),
+    Scenario("anything is lost, api late", setting(), ONE, {"lose anywhere": 1}, prompt=(COORDINATORS,), floor=5_100),
+    Scenario("coordinator", setting(), ONE, {"coordinator": 1}, prompt=PROMPT, floor=9_800),
+    Scenario(
+        "coordinator, P and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS, DECODER), floor=20_000
+    ),
+    Scenario("coordinator, all late", setting(ALONE), ONE, {"coordinator": 1, "cancel": 1}, most=2, floor=14_000),
+    Scenario("coordinator twice", setting(ALONE), ONE, {"coordinator": 2}, most=2, prompt=(APIS,), floor=4_100),
+    Scenario("coordinator and worker", setting(ALONE), ONE, {"coordinator": 1, "kill any-0": 1}, most=2, floor=4_000),
+    Scenario("data apart", setting(kind="zmq", budget=2), LONG, {KILL_P: 1, "cancel": 1}, prompt=PROMPT, floor=9_800),
+    Scenario(
+        "data apart, suspicion",
+        setting(kind="zmq"),
+        ONE,
+        {"suspect prefill-0": 1, "cancel": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=11_000,
+    ),
+    Scenario(
+        "one fits", setting(pages=3), TWO, {"cancel": 1, KILL_P: 1, KILL_D: 1}, most=2, prompt=PROMPT, floor=7_800
+    ),
+    Scenario("crossed", setting(CROSSED), TWO, {"cancel": 1, "kill any-0": 1}, prompt=PROMPT, floor=6_400),
     Scenario(
         "crossed, no room",
         setting(CROSSED, pages=2),
@@ -89,33 +108,65 @@ SCENARIOS = [
         {"cancel": 1, "kill any-0": 1},
         most=2,
         prompt=PROMPT,
+        floor=2_800,
     ),
-    Scenario("ahead", setting(plans_ahead=1), TWO, {"cancel": 2}, most=2, prompt=PROMPT),
-    Scenario("ahead, P dies", setting(plans_ahead=1), TWO, {KILL_P: 1}, prompt=PROMPT),
-    Scenario("preemption", setting(pages=4), asked("123", "221", tokens=4), {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
+    Scenario("ahead", setting(plans_ahead=1), TWO, {"cancel": 2}, most=2, prompt=PROMPT, floor=15_000),
+    Scenario("ahead, P dies", setting(plans_ahead=1), TWO, {KILL_P: 1}, prompt=PROMPT, floor=1_200),
+    Scenario(
+        "preemption",
+        setting(pages=4),
+        asked("123", "221", tokens=4),
+        {"cancel": 1, KILL_P: 1},
+        prompt=PROMPT,
+        floor=5_800,
+    ),
     Scenario(
         "preemption, ahead",
         setting(pages=4, plans_ahead=1),
         asked("123", "221", tokens=4),
         {"cancel": 1, KILL_D: 1},
         prompt=PROMPT,
+        floor=6_900,
     ),
-    Scenario("api", setting(), TWO, {"api": 1}),
-    Scenario("prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
+    Scenario("api", setting(), TWO, {"api": 1}, floor=2_000),
     Scenario(
-        "hit", setting(pages=16, cache=True), asked("123", "123331112223"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT
-    ),
-    Scenario("crossed prefix", setting(CROSSED, cache=True), asked("1231", "1232"), {"cancel": 1}, prompt=PROMPT),
-    Scenario("one token", setting(), asked("123", "22", tokens=1), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT),
-    Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, prompt=PROMPT),
-    Scenario("leaves", setting(CROSSED), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT),
-    Scenario(
-        "leaves, ahead", setting(CROSSED, plans_ahead=1), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+        "prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT, floor=1_300
     ),
     Scenario(
-        "leaves, data apart", setting(CROSSED, kind="zmq"), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT
+        "hit",
+        setting(pages=16, cache=True),
+        asked("123", "123331112223"),
+        {"cancel": 1, KILL_P: 1},
+        prompt=PROMPT,
+        floor=3_600,
     ),
-    Scenario("leaves, api late", setting(CROSSED), STAY, {"leave any-0": 1}, prompt=(COORDINATORS,)),
+    Scenario(
+        "crossed prefix", setting(CROSSED, cache=True), asked("1231", "1232"), {"cancel": 1}, prompt=PROMPT, floor=3_700
+    ),
+    Scenario(
+        "one token", setting(), asked("123", "22", tokens=1), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT, floor=600
+    ),
+    Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, prompt=PROMPT, floor=2_700),
+    Scenario("leaves", setting(CROSSED), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT, floor=6_000),
+    Scenario(
+        "leaves, ahead",
+        setting(CROSSED, plans_ahead=1),
+        STAY,
+        {"leave any-0": 1, "cancel": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=6_600,
+    ),
+    Scenario(
+        "leaves, data apart",
+        setting(CROSSED, kind="zmq"),
+        STAY,
+        {"leave any-0": 1, "cancel": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=2_900,
+    ),
+    Scenario("leaves, api late", setting(CROSSED), STAY, {"leave any-0": 1}, prompt=(COORDINATORS,), floor=11_000),
     Scenario(
         "leaves, dies",
         setting(CROSSED),
@@ -123,14 +174,31 @@ SCENARIOS = [
         {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
         most=2,
         prompt=PROMPT,
+        floor=1_200,
     ),
-    Scenario("both leave", setting(CROSSED), STAY, {"leave any-0": 1, "leave any-1": 1}, most=2, prompt=PROMPT),
+    Scenario(
+        "both leave", setting(CROSSED), STAY, {"leave any-0": 1, "leave any-1": 1}, most=2, prompt=PROMPT, floor=1_000
+    ),
 ]
 
 LARGE = [
-    Scenario("cancel, all late", setting(), TWO, {"cancel": 1}),
-    Scenario("P dies, two, all late", setting(), TWO, {KILL_P: 1}),
-    Scenario("D dies, two, all late", setting(), TWO, {KILL_D: 1}),
+    Scenario("cancel, all late", setting(), TWO, {"cancel": 1}, floor=17_000),
+    Scenario("P dies, two, all late", setting(), TWO, {KILL_P: 1}, floor=160_000),
+    Scenario("D dies, two, all late", setting(), TWO, {KILL_D: 1}, floor=460_000),
+    Scenario("anything is lost, two workers, all late", setting(), ONE, {"lose anywhere": 1}, floor=36_000),
+    Scenario("two things are lost", setting(ALONE), ONE, {"lose anywhere": 2}, most=2, floor=79_000),
+    Scenario(
+        "lost, and the coordinator", setting(ALONE), ONE, {"lose anywhere": 1, "coordinator": 1}, most=2, floor=230_000
+    ),
+    Scenario(
+        "lost in a move",
+        setting(CROSSED),
+        STAY,
+        {"leave any-0": 1, "lose anywhere": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=11_000,
+    ),
     Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT),
     Scenario("coordinator, two", setting(), TWO, {"coordinator": 1}, prompt=PROMPT),
     Scenario("coordinator, workers late", setting(), ONE, {"coordinator": 1}, prompt=(APIS,)),
@@ -156,6 +224,18 @@ LARGE = [
     ),
     Scenario(
         "crossed, two faults", setting(CROSSED, pages=4), TWO, {"cancel": 1, "kill any-0": 1}, most=2, prompt=PROMPT
+    ),
+    Scenario(
+        "leaves, suspected",
+        setting(CROSSED),
+        STAY,
+        {"leave any-0": 1, "suspect any-0": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=48_000,
+    ),
+    Scenario(
+        "leaves, coordinator", setting(CROSSED), STAY, {"leave any-0": 1, "coordinator": 1}, most=2, prompt=PROMPT
     ),
     Scenario("leaves, all late", setting(CROSSED), STAY, {"leave any-0": 1}),
     Scenario(
