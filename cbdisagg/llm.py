@@ -48,7 +48,7 @@ class LLM:
 
     `model`: "smollm2" (comes along), a Hugging Face folder, a .gguf file or a hub id; None takes the config's.
     `config`: a TOML file as under configs/, or a Config. Keyword arguments override it: a section with some of its keys
-    (`kv={"pages": 256}`), `workers=[...]`, or vLLM's `dtype`, `max_model_len`, `served_model_name`.
+    (`kv={"pages": 256}`), `workers=[...]`, or `dtype`, `weights`, `max_model_len`, `served_model_name` of [model].
 
     Raises ConfigError or ServiceFailed, one line each, when it cannot start.
     """

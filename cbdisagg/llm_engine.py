@@ -32,8 +32,13 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 Message: TypeAlias = Mapping[str, Any]
 
 TOO_MANY = 429
-SHORT_NAMES = {"dtype": "model.dtype", "max_model_len": "model.max_len", "served_model_name": "model.served_name"}
-"""vLLM's names for keys of ours."""
+SHORT_NAMES = {
+    "dtype": "model.dtype",
+    "weights": "model.weights",
+    "max_model_len": "model.max_len",
+    "served_model_name": "model.served_name",
+}
+"""Keys of [model] without their section: `model` itself is the argument that names one. Two are vLLM's names."""
 
 
 @dataclass(frozen=True, slots=True)

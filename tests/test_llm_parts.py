@@ -281,9 +281,10 @@ def test_settings_come_from_a_config_a_file_and_keywords(tmp_path: Path) -> None
     assert settings("smollm2", None, {}) == Config()
     base = Config(kv=Kv(memory_mb=64), workers=(Workers(role="any"),))
     assert settings(None, base, {}) == base
-    changed = settings(tmp_path, base, {"kv": {"page_size": 32}, "dtype": "float32", "max_model_len": 256})
+    keywords = {"kv": {"page_size": 32}, "dtype": "float32", "weights": "int8", "max_model_len": 256}
+    changed = settings(tmp_path, base, keywords)
     assert (changed.model.path, changed.model.name) == (str(tmp_path), "")
-    assert (changed.model.dtype, changed.model.max_len) == ("float32", 256)
+    assert (changed.model.dtype, changed.model.weights, changed.model.max_len) == ("float32", "int8", 256)
     assert (changed.kv.page_size, changed.kv.memory_mb, changed.workers) == (32, 64, base.workers)
     file = tmp_path / "one.toml"
     file.write_text("[kv]\nmemory_mb = 99\n")
