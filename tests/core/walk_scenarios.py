@@ -200,7 +200,7 @@ LARGE = [
         floor=11_000,
     ),
     Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT),
-    Scenario("coordinator, two", setting(), TWO, {"coordinator": 1}, prompt=PROMPT),
+    Scenario("coordinator, two", setting(), TWO, {"coordinator": 1}, prompt=(*PROMPT, DECODER)),
     Scenario("coordinator, workers late", setting(), ONE, {"coordinator": 1}, prompt=(APIS,)),
     Scenario("coordinator, workers and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS,)),
     Scenario(
