@@ -14,7 +14,7 @@ from typing import Any
 import directed
 from msgspec.structs import replace
 from pytest import MonkeyPatch
-from walk_world import Draft
+from walk_draft import Draft
 
 from cbdisagg.api.client import Client
 from cbdisagg.api.stream import Stream

@@ -40,6 +40,7 @@ class Twins(Tables):
 def test_equal_pictures_have_equal_futures(name: str) -> None:
     walk = Walk(BY_NAME[name], Twins)
     walk.run()
+    assert isinstance(walk.tables, Twins)
     assert len(walk.tables.compared) > 100
 
 
@@ -60,7 +61,7 @@ def scramble(value: Any, seen: set[int]) -> None:
     if id(value) in seen:
         return
     seen.add(id(value))
-    names = getattr(type(value), "__slots__", None) or getattr(value, "__dict__", ())
+    names: Any = getattr(type(value), "__slots__", None) or getattr(value, "__dict__", ())
     if type(value).__module__.startswith(("cbdisagg.core", "cbdisagg.api", "core_world")):
         for name in list(names):
             scramble(getattr(value, name, None), seen)

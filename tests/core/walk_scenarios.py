@@ -85,6 +85,7 @@ SCENARIOS = [
         "coordinator, P and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS, DECODER), floor=20_000
     ),
     Scenario("coordinator, all late", setting(ALONE), ONE, {"coordinator": 1, "cancel": 1}, most=2, floor=14_000),
+    Scenario("coordinator, P late", setting(), TWO, {"coordinator": 1}, prompt=(*PROMPT, DECODER), floor=5_000),
     Scenario("coordinator twice", setting(ALONE), ONE, {"coordinator": 2}, most=2, prompt=(APIS,), floor=4_100),
     Scenario("coordinator and worker", setting(ALONE), ONE, {"coordinator": 1, "kill any-0": 1}, most=2, floor=4_000),
     Scenario("data apart", setting(kind="zmq", budget=2), LONG, {KILL_P: 1, "cancel": 1}, prompt=PROMPT, floor=9_800),
@@ -199,17 +200,19 @@ LARGE = [
         prompt=PROMPT,
         floor=11_000,
     ),
-    Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT),
-    Scenario("coordinator, two", setting(), TWO, {"coordinator": 1}, prompt=(*PROMPT, DECODER)),
-    Scenario("coordinator, workers late", setting(), ONE, {"coordinator": 1}, prompt=(APIS,)),
-    Scenario("coordinator, workers and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS,)),
+    Scenario("losses", setting(), TWO, {"lose": 1, "cancel": 1}, most=2, prompt=PROMPT, floor=160_000),
+    Scenario("coordinator and P late", setting(), ONE, {"coordinator": 1}, prompt=(APIS, DECODER), floor=3_200),
     Scenario(
-        "three faults",
+        "coordinator, workers and api late", setting(), ONE, {"coordinator": 1}, prompt=(COORDINATORS,), floor=330_000
+    ),
+    Scenario(
+        "workers die and come back",
         setting(),
         TWO,
         {KILL_P: 1, RESTART_P: 1, KILL_D: 1, RESTART_D: 1, "cancel": 1},
-        most=3,
+        most=2,
         prompt=PROMPT,
+        floor=31_000,
     ),
     Scenario(
         "data apart, losses",
@@ -218,12 +221,25 @@ LARGE = [
         {"suspect prefill-0": 1, "lose": 1},
         most=2,
         prompt=PROMPT,
+        floor=74_000,
     ),
     Scenario(
-        "ahead, two faults", setting(plans_ahead=1), TWO, {"cancel": 1, KILL_P: 1, KILL_D: 1}, most=2, prompt=PROMPT
+        "ahead, two faults",
+        setting(plans_ahead=1),
+        TWO,
+        {"cancel": 1, KILL_P: 1, KILL_D: 1},
+        most=2,
+        prompt=PROMPT,
+        floor=36_000,
     ),
     Scenario(
-        "crossed, two faults", setting(CROSSED, pages=4), TWO, {"cancel": 1, "kill any-0": 1}, most=2, prompt=PROMPT
+        "crossed, two faults",
+        setting(CROSSED, pages=4),
+        TWO,
+        {"cancel": 1, "kill any-0": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=16_000,
     ),
     Scenario(
         "leaves, suspected",
@@ -235,9 +251,15 @@ LARGE = [
         floor=48_000,
     ),
     Scenario(
-        "leaves, coordinator", setting(CROSSED), STAY, {"leave any-0": 1, "coordinator": 1}, most=2, prompt=PROMPT
+        "leaves, coordinator",
+        setting(CROSSED),
+        STAY,
+        {"leave any-0": 1, "coordinator": 1},
+        most=2,
+        prompt=(*PROMPT, DECODER),
+        floor=23_000,
     ),
-    Scenario("leaves, all late", setting(CROSSED), STAY, {"leave any-0": 1}),
+    Scenario("leaves, all late", setting(CROSSED), STAY, {"leave any-0": 1}, floor=69_000),
     Scenario(
         "leaves, dies, api late",
         setting(CROSSED),
@@ -245,14 +267,10 @@ LARGE = [
         {"leave any-0": 1, "kill any-0": 1, "kill any-1": 1},
         most=2,
         prompt=(COORDINATORS,),
+        floor=38_000,
     ),
     Scenario(
-        "leaves, two",
-        setting(CROSSED),
-        asked("123", "221", tokens=4),
-        {"leave any-0": 1, "cancel": 1},
-        most=2,
-        prompt=PROMPT,
+        "leaves, two", setting(CROSSED), asked("123", "221", tokens=4), {"leave any-0": 1}, prompt=PROMPT, floor=28_000
     ),
 ]
 

@@ -113,7 +113,8 @@ _copiers: dict[type, Callable[[Any, Memo], Any]] = {}
 
 
 def _fields(value: Any) -> Iterable[str]:
-    return type(value).__slots__ if hasattr(type(value), "__slots__") else vars(value)
+    slots: Iterable[str] | None = getattr(type(value), "__slots__", None)
+    return vars(value) if slots is None else slots
 
 
 # ----------------------------------------------------------------------------------------------------- pictures
