@@ -66,14 +66,15 @@ def throughput_rows(results: Results) -> list[Rows]:
 
 def latency_rows(seen: Sequence[Latencies], scale: str) -> Rows:
     rows = []
+    article = scale == "a100"
     for one in seen:
-        published = PUBLISHED_MEDIAN_S.get(one.rate.qps) if scale == "a100" and not one.rate.fraction else None
+        published = PUBLISHED_MEDIAN_S.get(one.rate.qps) if not one.rate.fraction else None
         rows.append(
             (
                 one.system,
                 f"{one.rate.qps:.2f}" + (f" ({one.rate.fraction:.0%})" if one.rate.fraction else ""),
                 _seconds(one.median),
-                _seconds(published) if published and one.system == "S3" else "",
+                *([_seconds(published) if published and one.system == "S3" else ""] if article else []),
                 _seconds(one.queue),
                 _seconds(one.prefill),
                 _seconds(one.decode),
@@ -81,7 +82,8 @@ def latency_rows(seen: Sequence[Latencies], scale: str) -> Rows:
                 f"{1e3 * one.p99(one.gaps):.1f}",
             )
         )
-    columns = ("system", "QPS", "p50 s", "published", "queue s", "prefill s", "decode s", "TTFT p99 s", "gap p99 ms")
+    known = ("published",) if article else ()
+    columns = ("system", "QPS", "p50 s", *known, "queue s", "prefill s", "decode s", "TTFT p99 s", "gap p99 ms")
     note = "queue, prefill and decode are means; in brackets the part of the system's own capacity"
     return Rows(f"latency of {len(seen[0].e2e)} requests, Poisson arrivals", columns, rows, note)
 
