@@ -16,6 +16,7 @@ import logging
 import os
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, assert_never
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
 """How long a child that is to end at once may take before it is killed."""
+DEAD_TOLD = 256
+"""A new coordinator hears of so many deaths, the last ones: nobody waits for one that is longer ago."""
 STARTS_TRIED = 3
 """A child that ends this often before the service was ready once will not get better."""
 
@@ -100,7 +103,7 @@ class Supervisor:
         self._leaving = False
         self._rolling = Rolling(lambda: self._is_whole() and not self._leaving)
         self._incarnations = Incarnations()
-        self._dead: list[PeerDown] = []
+        self._dead: deque[PeerDown] = deque(maxlen=DEAD_TOLD)
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._starting = Starting(self._hangs, self._loop.time)

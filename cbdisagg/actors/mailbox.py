@@ -44,6 +44,8 @@ BURST = 256
 """Messages delivered before other work of the loop gets its turn."""
 GRACE_S = 2.0
 """A connection has ended: for this long it may be because the peer has, of which those who know will tell."""
+FORGOTTEN_KEPT = 1024
+"""So many dead incarnations are refused by name. What an older one has sent came long ago: its connection has ended."""
 LAST_WORDS_S = 1.0
 """What has been told before an end in order has this long to leave."""
 
@@ -74,7 +76,7 @@ class Mailbox(Generic[M]):
         self._envelopes = msgspec.msgpack.Decoder(Envelope)
         self._outgoing: dict[int, Line] = {}
         self._expected: dict[int, int] = {}  # sender incarnation -> number of its next message
-        self._forgotten: set[int] = set()
+        self._forgotten: dict[int, None] = {}  # in order of death
         self._receive: Callable[[Address, M], None] | None = None
         self._on_loss: Callable[[Address, str], None] | None = None
         self._grace: dict[int, asyncio.TimerHandle] = {}  # peer incarnation -> until its broken connection is told
@@ -129,7 +131,10 @@ class Mailbox(Generic[M]):
 
     def forget(self, incarnation: int) -> None:
         """This incarnation is dead: drop what is queued for it and what it may still have sent."""
-        self._forgotten.add(incarnation)
+        self._forgotten[incarnation] = None
+        if len(self._forgotten) > FORGOTTEN_KEPT:
+            del self._forgotten[next(iter(self._forgotten))]
+        self._told_loss.discard(incarnation)
         self._expected.pop(incarnation, None)
         if (timer := self._grace.pop(incarnation, None)) is not None:
             timer.cancel()

@@ -214,6 +214,22 @@ async def test_a_forgotten_incarnation_gets_and_gives_nothing(place: Place) -> N
         assert not inbox.losses
 
 
+async def test_the_memory_of_deaths_is_bounded_and_keeps_the_last_ones(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mailbox, "FORGOTTEN_KEPT", 2)
+    async with boxes(place, place) as (inbox, dead):
+        for long_ago in range(100, 200):
+            inbox.mailbox.forget(long_ago)
+        inbox.mailbox.forget(dead.mailbox.address.incarnation)
+        dead.mailbox.tell(inbox.mailbox.address, finished(1))
+        inbox.mailbox.tell(dead.mailbox.address, finished(2))
+        inbox.mailbox.tell(inbox.mailbox.address, finished(3))
+        assert await inbox.until(1) == [finished(3)]
+        assert len(inbox.mailbox._forgotten) == 2
+        assert not dead.received
+
+
 async def test_closing_leaves_no_socket_file(place: Place) -> None:
     async with boxes(place, place) as (one, two):
         one.mailbox.tell(two.mailbox.address, finished(0))

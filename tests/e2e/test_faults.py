@@ -168,14 +168,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def world(tiny_model: Path) -> AsyncIterator[World]:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["shm", pytest.param("zmq", marks=pytest.mark.slow)]
+)
+async def world(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[World]:
     """One service for all tests of this file: each leaves it as it has found it, but for the incarnations."""
     folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))  # pytest's own are too deep for the path of a socket
     config = folder / "2p2d.toml"
     config.write_text(SETTINGS)
     journals = Journals(folder / "journals")
-    options = ["--config", str(config), "--model", str(tiny_model), "--set", f"debug.journal={journals.folder}"]
+    settings = [f"debug.journal={journals.folder}", f"transfer.kind={request.param}"]
+    options = ["--config", str(config), "--model", str(tiny_model)]
+    options += [word for setting in settings for word in ("--set", setting)]
     following = asyncio.create_task(journals.follow())
     try:
         async with running("2p2d", options, folder / "log", folder, free_port()) as service, open_session() as session:
@@ -315,6 +319,30 @@ async def test_clients_leave_at_every_moment_of_a_hand_over(world: World) -> Non
             stays = [clients.create_task(world.ask(ask)) for ask in (LONG[1], PROBE)]
             await world.seen(event)
             leaves.cancel()
+        for task in stays:
+            world.check(task.result())
+    await world.free()
+
+
+@pytest.mark.slow
+async def test_clients_leave_while_their_pages_are_on_a_slow_way(world: World) -> None:
+    """B075: whoever receives stands still, so that a transfer takes a second, and its client leaves meanwhile."""
+    await world.up(everybody=True)
+    rng = random.Random(75)
+    for n in range(20):
+        leaver = LONG[n % 2]
+        async with asyncio.TaskGroup() as clients:
+            leaves = clients.create_task(world.ask(leaver))
+            prefill = await world.seen("Prefill")
+            receivers = [it for it in world.processes.look().values() if it.role == "decode"]
+            for receiver in receivers:
+                world.processes.strike(receiver, signal.SIGSTOP, comes_back=True)
+            stays = [clients.create_task(world.ask(ask)) for ask in (LONG[2], PROBE)]
+            await asyncio.sleep(rng.uniform(0.1, 1.0))  # below policy.suspect_s
+            leaves.cancel()
+            for receiver in receivers:
+                receiver.send(signal.SIGCONT)
+        assert prefill.actor.startswith("prefill")
         for task in stays:
             world.check(task.result())
     await world.free()
