@@ -29,10 +29,14 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Targets(Struct, frozen=True, forbid_unknown_fields=True):
-    """Time to first token and time per output token that the policy aims for, in milliseconds."""
+    """Time to first token and time per output token that the policy aims for, in milliseconds.
+
+    `gap_ms`: no single gap between two tokens should be longer, however far ahead a stream is; 0: only the mean counts.
+    """
 
     ttft_ms: float = 1000.0
     tpot_ms: float = 50.0
+    gap_ms: float = 0.0
 
 
 class Workers(Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,12 +84,26 @@ class Scheduler(Struct, frozen=True, forbid_unknown_fields=True):
 class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     """`mode`: decide each request's route by predicted latency, or never, or always hand over.
 
-    `queue_limit`: requests that may wait for a worker before new ones get 429. `suspect_s`: a worker with work and no
+    `rho`: a worker may be filled until its step takes this part of the TPOT target; 0: requests stay where they were
+    prefilled. `eta`: a chunk rides in a step with decodes only if each second that it adds there saves at least so
+    many seconds of prefill alone; 0: always. `gamma`: token k of a stream is due by gamma x TPOT x k after its first.
+    `pin_prefill`, `pin_decode`: so many workers do nothing else. aggregate and disaggregate set all of these but gamma.
+
+    `admission`: who comes too late for the targets waits (queue), or is refused at once (early-reject).
+    `queue_limit`: requests that may wait for a worker before new ones get 429. `tuner`: choose rho, eta, gamma and pins
+    anew, from the requests that came, while serving. `suspect_s`: a worker with work and no
     progress for this long is replaced; `silent_s`: one, or a coordinator, that says nothing at all for this long.
     """
 
     mode: Literal["auto", "aggregate", "disaggregate"] = "auto"
+    rho: float = 0.9
+    eta: float = 0.0
+    gamma: float = 0.98
+    pin_prefill: int = 0
+    pin_decode: int = 0
+    admission: Literal["queue", "early-reject"] = "queue"
     queue_limit: int = 256
+    tuner: bool = False
     suspect_s: float = 20.0
     silent_s: float = 6.0
 
@@ -151,10 +169,14 @@ class ProfileFile(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Debug(Struct, frozen=True, forbid_unknown_fields=True):
-    """`invariants`: check the cores after every event. `journal`: a folder for one file of events per process."""
+    """`invariants`: check the cores after every event. `journal`: a folder for one file of events per process.
+
+    `trace`: log each decision of the coordinator with the predictions that led to it, one line for each request.
+    """
 
     invariants: bool = False
     journal: str = ""
+    trace: bool = False
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):

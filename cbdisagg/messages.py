@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -481,6 +481,23 @@ class Probe(Struct, frozen=True, tag=True):
     checksum: int
     seconds: float
     note: str = ""
+
+
+class Knobs(Struct, frozen=True, array_like=True):
+    """What can be turned while a service runs: `config.Policy` says what each means, `core/knobs.py` what modes set."""
+
+    rho: float
+    eta: float
+    gamma: float
+    pin_prefill: int
+    pin_decode: int
+
+
+class Steer(Struct, frozen=True, tag=True):
+    """tuner -> coordinator -> workers: decide by these from now on. `reason`: one line for the log."""
+
+    knobs: Knobs
+    reason: str = ""
 
 
 class Members(Struct, frozen=True, tag=True):

@@ -20,12 +20,18 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.max_len": (0, 1 << 24),
     "targets.ttft_ms": (1, 3_600_000),
     "targets.tpot_ms": (0.1, 600_000),
+    "targets.gap_ms": (0, 600_000),
     "kv.page_size": (8, 128),
     "kv.pages": (0, 1 << 30),
     "kv.memory_mb": (0, 1 << 24),
     "scheduler.max_batch": (1, 4096),
     "scheduler.token_budget": (1, 1 << 20),
     "scheduler.static_length": (0, 1 << 24),
+    "policy.rho": (0, 10),
+    "policy.eta": (0, 10),
+    "policy.gamma": (0.1, 1),
+    "policy.pin_prefill": (0, 1 << 16),
+    "policy.pin_decode": (0, 1 << 16),
     "policy.queue_limit": (1, 1 << 20),
     "policy.suspect_s": (1, 3600),
     "policy.silent_s": (1.5, 3600),
@@ -91,6 +97,7 @@ def problems(config: Config, cpus: Collection[int]) -> Iterator[Problem]:
     yield from _groups(config, cpus)
     yield from _pinning(config, cpus)
     yield from _roles(config)
+    yield from _pins(config)
     yield from _steps(config)
     yield from _baselines(config)
     yield from _sockets(config)
@@ -225,6 +232,25 @@ def _roles(config: Config) -> Iterator[Problem]:
             yield Problem("workers.0.role", present, f'no worker is there to {missing}; add role "{missing}" or "any"')
     if config.policy.mode == "disaggregate" and sum(group.count for group in config.workers) == 1:
         yield Problem("policy.mode", "disaggregate", "needs two workers, one to prefill and one to decode; there is 1")
+
+
+def _pins(config: Config) -> Iterator[Problem]:
+    """Pins fall on workers whose role does not say otherwise; somebody must do what the others do not."""
+    policy, total = config.policy, sum(group.count for group in config.workers)
+    pins = (("prefill", policy.pin_prefill), ("decode", policy.pin_decode))
+    for phase, pinned in pins:
+        other = "decode" if phase == "prefill" else "prefill"
+        able = sum(group.count for group in config.workers if group.role != other)
+        key = f"policy.pin_{phase}"
+        if pinned and policy.mode == "aggregate":
+            yield Problem(key, pinned, 'must be 0 with mode = "aggregate": there each worker does both')
+        elif pinned > able:
+            yield Problem(key, pinned, f'must be at most {able}, the workers whose role is not "{other}"')
+        elif pinned and pinned == total:
+            yield Problem(key, pinned, f"must be at most {total - 1}: some worker has to {other}")
+    if policy.pin_prefill + policy.pin_decode > total:
+        text = f"with pin_prefill = {policy.pin_prefill} must be at most {total - policy.pin_prefill}"
+        yield Problem("policy.pin_decode", policy.pin_decode, f"{text}: there are {total} workers")
 
 
 def _steps(config: Config) -> Iterator[Problem]:

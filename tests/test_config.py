@@ -102,6 +102,14 @@ REFUSED = {
     'add role "prefill" or "any"',
     "[policy]\nmode = 'disaggregate'\n[[workers]]": 'x.toml: [policy] mode = "disaggregate": needs two workers, '
     "one to prefill and one to decode; there is 1",
+    "[policy]\npin_prefill = 2": "x.toml: [policy] pin_prefill = 2: must be at most 1, the workers whose role is not "
+    '"decode"',
+    "[policy]\npin_decode = 2\n[[workers]]\ncount = 2": "x.toml: [policy] pin_decode = 2: must be at most 1: some "
+    "worker has to prefill",
+    "[policy]\npin_decode = 2\npin_prefill = 2\n[[workers]]\ncount = 3": "x.toml: [policy] pin_decode = 2: with "
+    "pin_prefill = 2 must be at most 1: there are 3 workers",
+    "[policy]\npin_decode = 1\nmode = 'aggregate'": "x.toml: [policy] pin_decode = 1: must be 0 with mode = "
+    '"aggregate": there each worker does both',
     "[scheduler]\nmax_batch = 65\ntoken_budget = 64": "x.toml: [scheduler] token_budget = 64: must be at least "
     "[scheduler] max_batch = 65: each running sequence takes one token of a step",
     "[scheduler]\nbatching = 'static'": 'x.toml: [scheduler] batching = "static": needs [kv] allocator = '
@@ -297,7 +305,7 @@ configs = st.builds(
     workers=st.lists(groups, min_size=1, max_size=3).map(tuple),
     kv=section("kv", Kv, page_size=st.sampled_from([8, 16, 32, 64, 128]), pages=st.just(0), allocator=st.just("paged")),
     scheduler=section("scheduler", Scheduler, batching=st.just("continuous"), static_length=st.just(0)),
-    policy=section("policy", Policy),
+    policy=section("policy", Policy, pin_prefill=st.just(0), pin_decode=st.just(0)),
     transfer=section("transfer", SECTIONS["transfer"]),
     http=section("http", Http, api_key_file=nothing),
     limits=section("limits", SECTIONS["limits"]),
