@@ -21,13 +21,15 @@ from typing import Annotated
 
 import aiohttp
 import typer
-from cbdisagg_bench.load import Ask, Client, workload
+from cbdisagg_bench.load_asks import Ask, fill
+from cbdisagg_bench.load_client import Client
 from cbdisagg_bench.options import at_least, chosen
 from cbdisagg_bench.service import ServiceFailed, running
 from rich.console import Console
 from rich.progress import Progress
 
 from cbdisagg.cli import fail
+from cbdisagg.sim.arrivals import Lengths, make_workload
 
 MODEL = "bench"
 
@@ -81,7 +83,8 @@ async def _ttft(session: aiohttp.ClientSession, url: str, ask: Ask) -> float:
 
 async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, seed: int) -> dict[str, list[float]]:
     """TTFT in seconds, by service, in the order in which they were asked."""
-    asks = workload(2 * (repeat + 3), prompt_tokens, 4, False, 0.0, 49_000, seed)
+    lengths = make_workload(2 * (repeat + 3), 0.0, Lengths(prompt_tokens), Lengths(4), seed)
+    asks = fill(lengths, 49_000, seed)
     places = _places(threads)
     times: dict[str, list[float]] = {"1P1D": [], "single": []}
     async with (

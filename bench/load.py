@@ -1,228 +1,243 @@
-"""Load on a running OpenAI-compatible server: `cbdisagg bench serve URL`.
+"""Load on running OpenAI-compatible servers: `cbdisagg bench serve URL`.
 
-Prompts are random token ids, so that nothing is cached and every server gets the same work; the end token is ignored,
-so that every answer has the length that was asked for. Latencies count from the intended arrival of a request: a client
-that is late to send does not hide the server's queue. TTFT = first token - arrival; TPOT = (last - first) /
-(tokens - 1); ITL = every gap between tokens, pooled over requests.
+Every server gets the same requests in the same way; several are asked in turn, so that a slow spell of the machine
+meets all. The end token is ignored, so that every answer has the length that was asked for; --no-ignore-eos for servers
+that cannot. load_asks.py makes the requests, load_client.py sends them, load_report.py counts.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import platform
-import random
-import time
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
 
-import aiohttp
-import numpy as np
 import typer
+import uvloop
+from cbdisagg_bench.load_asks import Ask, fill
+from cbdisagg_bench.load_client import Answer, Client, run
+from cbdisagg_bench.load_report import Aims, Report, summarise, table
+from cbdisagg_bench.load_servers import Server, check_lengths, find, named
 from cbdisagg_bench.options import at_least
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+
+from cbdisagg.config import ConfigError
+from cbdisagg.sim import workload
+from cbdisagg.sim.arrivals import Lengths, make_workload, parse_lengths, rearrive
+from cbdisagg.sim.traces import read_requests
+
+__all__ = ["Answer", "Ask", "Client", "load", "run", "summarise"]
+
+REQUESTS = 64
+CONCURRENCY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request: seconds after the start at which it arrives, its prompt, the tokens wanted."""
+class Turns:
+    """How every server is asked: `places` requests at once, `rounds` times, after `warm_up` that do not count."""
 
-    arrival_s: float
-    prompt: list[int]
-    output_tokens: int
+    places: int
+    rounds: int
+    warm_up: int
+    ignore_eos: bool
+    api_key: str
 
 
 @dataclass(slots=True)
-class Answer:
-    """Times of a request's tokens, in seconds after the start; `error` if it did not end well."""
+class Runs:
+    """What one server has answered, run by run, and the seconds that each took."""
 
-    ask: Ask
-    arrived: float = 0.0
-    times: list[float] = field(default_factory=list)
-    error: str = ""
+    answers: list[list[Answer]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
+    def report(self, aims: Aims) -> Report:
+        return summarise([answer for run in self.answers for answer in run], sum(self.seconds), aims)
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Latencies are [p50, p90, p99] in milliseconds."""
-
-    requests: int
-    failed: int
-    seconds: float
-    generated_tokens: int
-    generated_per_s: float
-    total_per_s: float
-    ttft_ms: list[float]
-    tpot_ms: list[float]
-    itl_ms: list[float]
-    e2e_ms: list[float]
-
-
-def workload(
-    requests: int, prompt_tokens: int, output_tokens: int, exponential: bool, rate: float, vocab: int, seed: int
-) -> list[Ask]:
-    """The requests, from the seed alone. `rate` 0: all arrive at once (concurrency is then the client's limit).
-
-    Exponential output lengths have the mean `output_tokens` and are clipped to 1 .. 4 times that.
-    """
-    rng = random.Random(seed)
-    asks, clock = [], 0.0
-    for _ in range(requests):
-        length = output_tokens
-        if exponential:
-            length = min(4 * output_tokens, max(1, round(rng.expovariate(1 / output_tokens))))
-        asks.append(Ask(clock, [rng.randrange(vocab) for _ in range(prompt_tokens)], length))
-        clock += rng.expovariate(rate) if rate else 0.0
-    return asks
-
-
-class Client:
-    """Sends requests and notes when tokens come. Times are seconds since `begin`."""
-
-    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, begin: float) -> None:
-        self.session, self.url, self.model, self.begin = session, url, model, begin
-
-    async def ask(self, ask: Ask) -> Answer:
-        answer = Answer(ask, arrived=max(ask.arrival_s, time.perf_counter() - self.begin))
-        if ask.arrival_s:
-            answer.arrived = ask.arrival_s
-        body = {
-            "model": self.model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        try:
-            async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
-                if response.status != 200:
-                    answer.error = f"{response.status} {(await response.text())[:200]}"
-                    return answer
-                await self._read(response, answer)
-        except (aiohttp.ClientError, OSError) as error:
-            answer.error = f"{type(error).__name__}: {error}"
-        if not answer.error and len(answer.times) != ask.output_tokens:
-            answer.error = f"{len(answer.times)} tokens instead of {ask.output_tokens}"
-        return answer
-
-    async def _read(self, response: aiohttp.ClientResponse, answer: Answer) -> None:
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            if line.startswith(b'data: {"error"'):
-                answer.error = line.decode()[6:206].strip()
-            else:
-                answer.times.append(time.perf_counter() - self.begin)
-
-
-async def run(
-    url: str, model: str, asks: list[Ask], concurrency: int, progress: Progress
-) -> tuple[list[Answer], float]:
-    """Send all requests, at most `concurrency` at once; the answers and the seconds from the first to the last."""
-    task = progress.add_task("requests", total=len(asks))
-    gate = asyncio.Semaphore(concurrency)
-    timeout = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        begin = time.perf_counter()
-        client = Client(session, url, model, begin)
-
-        async def one(ask: Ask) -> Answer:
-            await asyncio.sleep(max(0.0, ask.arrival_s - (time.perf_counter() - begin)))
-            async with gate:
-                answer = await client.ask(ask)
-            progress.advance(task)
-            return answer
-
-        answers = await asyncio.gather(*(one(ask) for ask in asks))
-        return answers, time.perf_counter() - begin
-
-
-def summarise(answers: list[Answer], seconds: float) -> Report:
-    good = [answer for answer in answers if not answer.error]
-    generated = sum(len(answer.times) for answer in good)
-    prompts = sum(len(answer.ask.prompt) for answer in good)
-    return Report(
-        requests=len(answers),
-        failed=len(answers) - len(good),
-        seconds=round(seconds, 3),
-        generated_tokens=generated,
-        generated_per_s=round(generated / seconds, 1),
-        total_per_s=round((generated + prompts) / seconds, 1),
-        ttft_ms=_percentiles([a.times[0] - a.arrived for a in good]),
-        tpot_ms=_percentiles([(a.times[-1] - a.times[0]) / (len(a.times) - 1) for a in good if len(a.times) > 1]),
-        itl_ms=_percentiles([gap for a in good for gap in np.diff(a.times)]),
-        e2e_ms=_percentiles([a.times[-1] - a.arrived for a in good]),
-    )
-
-
-def _percentiles(seconds: list[float]) -> list[float]:
-    return [round(float(value) * 1e3, 2) for value in np.percentile(seconds, [50, 90, 99])] if seconds else []
-
-
-async def _model(url: str) -> str:
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
-        listed: dict[str, Any] = await response.json()
-        return str(listed["data"][0]["id"])
+    @property
+    def rates(self) -> list[float]:
+        """Generated tokens per second of each run."""
+        totals = (sum(answer.tokens for answer in run if not answer.error) for run in self.answers)
+        return [total / seconds for total, seconds in zip(totals, self.seconds, strict=True)]
 
 
 def load(
-    url: Annotated[str, typer.Argument(help="Base address of the server, without /v1.")],
-    requests: Annotated[int, typer.Option(callback=at_least(1), help="How many requests.")] = 64,
-    concurrency: Annotated[int, typer.Option(callback=at_least(1), help="How many at once.")] = 16,
+    urls: Annotated[list[str], typer.Argument(metavar="[NAME=]URL...", help="Base addresses of the servers.")],
+    requests: Annotated[
+        int | None, typer.Option(callback=at_least(1), help="How many; of a file, the first. Default: 64, or the file.")
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(callback=at_least(1), help="How many at once. Default: 16, or any number if arrivals are given."),
+    ] = None,
     rate: Annotated[
-        float,
-        typer.Option(callback=at_least(0), help="Poisson arrivals per second; 0: as many as concurrency lets in."),
+        float, typer.Option(callback=at_least(0), help="Arrivals per second; 0: as places get free, or as in the file.")
     ] = 0.0,
-    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each answer, or its mean.")] = 32,
-    exponential: Annotated[bool, typer.Option(help="Draw the lengths of answers from an exponential.")] = True,
+    burst: Annotated[
+        float, typer.Option(callback=at_least(0.01), help="Variance of the gaps between arrivals; 1: Poisson.")
+    ] = 1.0,
+    file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Requests as JSON lines; Azure, Mooncake traces.")
+    ] = None,
+    prompt_tokens: Annotated[str, typer.Option(help="128, uniform:128, exponential:128:512 (mean, most).")] = "128",
+    output_tokens: Annotated[str, typer.Option(help="As prompts.")] = "exponential:32:128",
+    text: Annotated[bool, typer.Option("--text", help="Prompts of words instead of token ids.")] = False,
     vocab: Annotated[int, typer.Option(callback=at_least(1), help="Token ids are drawn below this.")] = 49_000,
-    model: Annotated[str, typer.Option(help="Model name; empty: the first that the server lists.")] = "",
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
+    ttft_ms: Annotated[float, typer.Option(callback=at_least(0), help="Target for goodput; 0: none.")] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(callback=at_least(0), help="The same.")] = 0.0,
+    rounds: Annotated[int, typer.Option(callback=at_least(1), help="How often each server gets the load.")] = 1,
+    warm_up: Annotated[int, typer.Option(callback=at_least(0), help="Requests before, that do not count.")] = 0,
+    model: Annotated[str, typer.Option(help="Model name; empty: the first that each server lists.")] = "",
+    api_key: Annotated[str, typer.Option(help="Sent as bearer token.")] = "",
+    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of prompts, lengths and arrivals.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON, with each request's times, to a file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw to a .png, .svg or .pdf; needs matplotlib.")] = None,
 ) -> None:
-    """Put load on a server and time its answers.
+    """Put load on one server, or on several in turn, and time the answers.
 
-    Example: cbdisagg bench serve http://127.0.0.1:8000 --requests 64 --concurrency 16
+    Example: cbdisagg bench serve http://127.0.0.1:8000 --requests 60 --rate 4 --ttft-ms 200 --tpot-ms 30
     """
-    url = url.rstrip("/").removesuffix("/v1")
-    asks = workload(requests, prompt_tokens, output_tokens, exponential, rate, vocab, seed)
-    try:
-        model = model or asyncio.run(_model(url))
-    except (aiohttp.ClientError, OSError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise typer.BadParameter(
-            f"{url} does not answer like an OpenAI-compatible server: {error}", param_hint="URL"
-        ) from error
+    _check_files(out, plot)
+    wanted = _requests(file, requests, rate, burst, prompt_tokens, output_tokens, seed)
+    asks = fill(wanted, vocab, seed, as_text=text)
+    aims = Aims(ttft_ms, tpot_ms)
+    places = concurrency or (len(asks) if rate or any(ask.arrival_s for ask in asks) else CONCURRENCY)
+    servers = [uvloop.run(find(name, url, model, api_key)) for name, url in map(named, urls)]
+    check_lengths(asks, servers)
+    turns = Turns(places, rounds, warm_up, ignore_eos, api_key)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        answers, seconds = asyncio.run(run(url, model, asks, concurrency, progress))
-    report = summarise(answers, seconds)
+        runs = uvloop.run(_take_turns(servers, asks, turns, progress))
+    setting = {"concurrency": places, "rate": rate, "seed": seed, "rounds": rounds, "machine": platform.processor()}
+    if out is not None:
+        out.write_text(json.dumps(_told(servers, runs, aims, setting, each=True)), encoding="utf-8")
+    if plot is not None:
+        from cbdisagg_bench.load_plot import draw
+
+        draw({server.name: run.answers[-1] for server, run in zip(servers, runs, strict=True)}, aims, plot)
     if as_json:
-        setting = {"url": url, "model": model, "concurrency": concurrency, "rate": rate, "seed": seed}
-        print(json.dumps(asdict(report) | setting | {"machine": platform.processor()}, indent=1))
+        print(json.dumps(_told(servers, runs, aims, setting, each=False), indent=1))
     else:
-        Console().print(_table(report))
-    for error in sorted({answer.error for answer in answers if answer.error})[:5]:
-        Console(stderr=True).print(f"failed: {error}", markup=False)
-    if report.failed:
+        _print(servers, runs, aims)
+    if _complain(servers, runs):
         raise typer.Exit(1)
 
 
-def _table(report: Report) -> Table:
-    table = Table(
-        title=f"{report.requests} requests, {report.failed} failed, {report.seconds} s: "
-        f"{report.generated_per_s} generated tok/s, {report.total_per_s} with prompts"
+# ------------------------------------------------------------------------------------------------- what is wanted
+
+
+def _requests(
+    file: Path | None, count: int | None, rate: float, burst: float, prompts: str, outputs: str, seed: int
+) -> list[workload.Ask]:
+    if file is None:
+        lengths = _lengths("--prompt-tokens", prompts), _lengths("--output-tokens", outputs)
+        return make_workload(count or REQUESTS, rate, *lengths, seed, burst)
+    try:
+        asks = read_requests(file.read_bytes(), str(file))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="'--file'") from None
+    asks = asks[:count]
+    return rearrive(asks, rate, seed, burst) if rate else asks
+
+
+def _lengths(option: str, text: str) -> Lengths:
+    try:
+        return parse_lengths(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
+
+
+def _check_files(out: Path | None, plot: Path | None) -> None:
+    """Before the work, not after it."""
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no such folder", param_hint=f"'{option}'")
+    if plot is None:
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise typer.BadParameter("needs matplotlib: pip install 'cbdisagg[bench]'", param_hint="'--plot'") from None
+    if plot.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"{plot}: must end in .png, .svg or .pdf", param_hint="'--plot'")
+
+
+# --------------------------------------------------------------------------------------------------------- the runs
+
+
+async def _take_turns(servers: Sequence[Server], asks: Sequence[Ask], turns: Turns, progress: Progress) -> list[Runs]:
+    runs = [Runs() for _ in servers]
+    options = {"ignore_eos": turns.ignore_eos, "api_key": turns.api_key}
+    first = [replace(ask, arrival_s=0.0) for ask in asks[: turns.warm_up]]
+    for server in servers:
+        await run(server.url, server.model, first, turns.places, progress, **options)
+    for _ in range(turns.rounds):
+        for server, taken in zip(servers, runs, strict=True):
+            answers, seconds = await run(server.url, server.model, asks, turns.places, progress, **options)
+            taken.answers.append(answers)
+            taken.seconds.append(seconds)
+    return runs
+
+
+# ----------------------------------------------------------------------------------------------------- what is told
+
+
+def _print(servers: Sequence[Server], runs: Sequence[Runs], aims: Aims) -> None:
+    console = Console()
+    for server, taken in zip(servers, runs, strict=True):
+        console.print(table(server.name, taken.report(aims), taken.rates))
+    if len(servers) > 1:
+        first = statistics.median(runs[0].rates)
+        for server, taken in zip(servers[1:], runs[1:], strict=True):
+            other = statistics.median(taken.rates)
+            times = f"{first / other:.2f} times" if other else "some, and"
+            console.print(f"{servers[0].name} generates {times} the tokens of {server.name} (medians of the runs)")
+
+
+def _told(
+    servers: Sequence[Server], runs: Sequence[Runs], aims: Aims, setting: dict[str, object], *, each: bool
+) -> dict[str, object]:
+    """One server's report stands at the top; those of several in a list."""
+    reports = []
+    for server, taken in zip(servers, runs, strict=True):
+        report = asdict(taken.report(aims)) | {"name": server.name, "url": server.url, "model": server.model}
+        report["generated_per_s_by_run"] = [round(rate, 1) for rate in taken.rates]
+        if each:
+            report["answers"] = [[_facts(answer) for answer in run] for run in taken.answers]
+        reports.append(report)
+    return (reports[0] if len(reports) == 1 else {"servers": reports}) | setting
+
+
+def _facts(answer: Answer) -> dict[str, object]:
+    return {
+        "arrived": round(answer.arrived, 6),
+        "sent": round(answer.sent, 6),
+        "times": [round(at, 6) for at in answer.times],
+        "prompt_tokens": answer.prompt_tokens or answer.ask.prompt_ids,
+        "tokens": answer.tokens,
+        "error": answer.error,
+    }
+
+
+def _complain(servers: Sequence[Server], runs: Sequence[Runs]) -> bool:
+    """Say why requests failed. Whether any did."""
+    errors = sorted(
+        {
+            f"{server.name}: {answer.error}"
+            for server, taken in zip(servers, runs, strict=True)
+            for run in taken.answers
+            for answer in run
+            if answer.error
+        }
     )
-    for name in ("ms", "p50", "p90", "p99"):
-        table.add_column(name, justify="right")
-    for name, row in (
-        ("TTFT", report.ttft_ms),
-        ("TPOT", report.tpot_ms),
-        ("ITL", report.itl_ms),
-        ("e2e", report.e2e_ms),
-    ):
-        table.add_row(name, *(f"{value:.2f}" for value in row))
-    return table
+    for error in errors[:5]:
+        Console(stderr=True).print(f"failed: {error}", markup=False, soft_wrap=True)
+    return bool(errors)
+
+
+if __name__ == "__main__":
+    typer.run(load)

@@ -1,0 +1,178 @@
+"""The client of a load: sends requests over HTTP when they are due, and notes when their tokens come.
+
+Knows connections and clocks; neither where requests come from nor what is made of the times. A request's latencies
+count from its intended arrival: that it was sent late, for want of a place or of time, is part of them. Life cycle of
+a request: due -> (a place is free) -> sent -> its tokens -> an `Answer`, whatever has happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+from cbdisagg_bench.load_asks import Ask
+from cbdisagg_bench.load_events import DONE, Chunk, Events, read_chunk
+from rich.progress import Progress
+
+SILENCE_S = 300.0
+"""A server that sends nothing for so long has lost the request."""
+REFUSALS = (429, 503)
+
+
+@dataclass(slots=True)
+class Answer:
+    """Times of a request's tokens, in seconds after the start; `error` if it did not end well.
+
+    `counted`: the tokens that the server says it has sent, 0 if it does not say. `refused`: it had no room.
+    """
+
+    ask: Ask
+    arrived: float = 0.0
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    counted: int = 0
+    prompt_tokens: int = 0
+    refused: bool = False
+    error: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Some servers put several tokens in one event."""
+        return self.counted or len(self.times)
+
+
+class Client:
+    """`begin`: when times start, on `time.perf_counter`. `ignore_eos`: answers must be as long as asked for."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, model: str, begin: float, *, ignore_eos: bool = True
+    ) -> None:
+        self._session, self._url, self._model = session, url, model
+        self._begin, self._ignore_eos = begin, ignore_eos
+
+    async def ask(self, ask: Ask) -> Answer:
+        now = self._clock()
+        answer = Answer(ask, arrived=ask.arrival_s or now, sent=now)
+        try:
+            async with self._session.post(f"{self._url}/v1/completions", json=self._body(ask)) as response:
+                if response.status == 200:
+                    await _Reading(answer).read(response, self._clock)
+                else:
+                    answer.refused = response.status in REFUSALS
+                    answer.error = f"{response.status} {(await response.text())[:200].strip()}"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        if self._ignore_eos and not answer.error and answer.tokens != ask.output_tokens:
+            answer.error = f"{answer.tokens} tokens instead of {ask.output_tokens}"
+        return answer
+
+    def _body(self, ask: Ask) -> dict[str, object]:
+        body = {
+            "model": self._model,
+            "prompt": ask.prompt,
+            "max_tokens": ask.output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return body | {"ignore_eos": True} if self._ignore_eos else body
+
+    def _clock(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+class _Reading:
+    """One response being read into an answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._silent: list[int] = []  # events without text: a part of a character, or the end alone
+        self._ended = False
+
+    async def read(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
+        """Raises ValueError for what is no stream of completions."""
+        events = Events()
+        async for data in response.content.iter_any():
+            at = clock()
+            for payload in events.feed(data):
+                if payload == DONE:
+                    self._ended = True
+                else:
+                    self._take(read_chunk(payload), at)
+        self._finish()
+
+    def _take(self, chunk: Chunk, at: float) -> None:
+        answer = self._answer
+        if chunk.error is not None:
+            answer.error = f"in the stream: {chunk.error}"[:200]
+        if chunk.usage is not None:
+            answer.counted, answer.prompt_tokens = chunk.usage.completion_tokens, chunk.usage.prompt_tokens
+        for choice in chunk.choices:
+            if not choice.text:
+                self._silent.append(len(answer.times))
+            answer.times.append(at)
+            self._ended = self._ended or choice.finish_reason is not None
+
+    def _finish(self) -> None:
+        answer = self._answer
+        surplus = len(answer.times) - answer.counted if answer.counted else 0
+        for number in self._silent[::-1][: max(0, surplus)]:
+            del answer.times[number]
+        if answer.error:
+            return
+        if not self._ended:
+            answer.error = "the stream broke off"
+        elif not answer.times:
+            answer.error = "no token came"
+
+
+def open_session(api_key: str = "") -> aiohttp.ClientSession:
+    """Connections without limit."""
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S),
+        connector=aiohttp.TCPConnector(limit=0),
+        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+    )
+
+
+async def run(
+    url: str,
+    model: str,
+    asks: Sequence[Ask],
+    concurrency: int,
+    progress: Progress,
+    *,
+    ignore_eos: bool = True,
+    api_key: str = "",
+) -> tuple[list[Answer], float]:
+    """Send all requests, in order, at most `concurrency` at once; the answers and the seconds that it took."""
+    task = progress.add_task(f"requests to {url}", total=len(asks))
+    places = asyncio.Semaphore(concurrency)
+    async with open_session(api_key) as session:
+        begin = time.perf_counter()
+        client = Client(session, url, model, begin, ignore_eos=ignore_eos)
+
+        async def one(ask: Ask) -> Answer:
+            try:
+                return await client.ask(ask)
+            finally:
+                places.release()
+                progress.advance(task)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = []
+            for ask in asks:
+                await _until(begin + ask.arrival_s)
+                await places.acquire()
+                tasks.append(group.create_task(one(ask)))
+        seconds = time.perf_counter() - begin
+    progress.remove_task(task)
+    return [task.result() for task in tasks], seconds
+
+
+async def _until(due: float) -> None:
+    while (early := due - time.perf_counter()) > 0:  # noqa: ASYNC110  # timers of some loops are a little early
+        await asyncio.sleep(early)
