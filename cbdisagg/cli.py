@@ -285,7 +285,13 @@ def validity(context: typer.Context) -> None:
     _bench(context, "validity", "validity")
 
 
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def overhead(context: typer.Context) -> None:
+    """Time decoding over HTTP against the bare step."""
+    _bench(context, "overhead", "overhead")
+
+
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
-    """Put load on a running server and time its answers."""
+    """Put load on running servers and time their answers."""
     _bench(context, "load", "load")
