@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +22,7 @@ from cbdisagg_bench.options import at_least
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
 from cbdisagg_bench.profile_host import measure_host
 from cbdisagg_bench.profile_neighbour import Neighbour
-from cbdisagg_bench.profile_steps import Range, Stepper, decode, prefill, sweep, unseen
+from cbdisagg_bench.profile_steps import Case, Range, Stepper, decode, prefill, sweep, unseen
 from cbdisagg_bench.transfer import LAYERS, PAGE_BYTES, Pair
 from msgspec.structs import replace
 from rich import box
@@ -28,9 +30,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cbdisagg.actors.cores import usable_cores
 from cbdisagg.config import Config
 from cbdisagg.core.profile import Profile, format_profile
-from cbdisagg.load import load_config
+from cbdisagg.load import cache_folder, load_config
 from cbdisagg.prepare import prepare_model, served_name
 
 TRANSFER_PAGES = (1, 4, 16, 64)
@@ -55,11 +58,10 @@ def profile(
     Example: cbdisagg profile --config configs/1p1d.toml --out profile.json
     """
     settings = load_config(config, set_ or [])
-    cores = len(os.sched_getaffinity(0))
-    threads = threads or max(1, cores // sum(group.count for group in settings.workers))
+    place = seat(threads, sum(group.count for group in settings.workers))
     with _progress() as bar:
         folder = prepare_model(settings.model, lambda stage, fraction: None)
-        found = measure(settings, folder, threads, rounds, checks, seed, bar)
+        found = measure(settings, folder, place, rounds, checks, seed, bar)
     out.write_bytes(format_profile(found))
     if as_json:
         print(format_profile(found).decode(), end="")
@@ -73,20 +75,48 @@ def _progress() -> Progress:
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the measured worker runs, as serve places it: on cores of its own if there are some for another one too.
+
+    `beside`: the cores of that other one; empty if it has no room.
+    """
+
+    threads: int
+    own: tuple[int, ...]
+    beside: tuple[int, ...]
+
+
+def seat(threads: int, workers: int) -> Place:
+    """`threads` 0: the cores divided by the `workers`. Raises typer.BadParameter if there are not so many cores."""
+    cores = usable_cores()
+    if threads > len(cores.numbers):
+        raise typer.BadParameter(f"{threads}: this machine has {len(cores.numbers)} cores", param_hint="'--threads'")
+    threads = threads or max(1, cores.at_once // workers)
+    if 2 * threads > cores.at_once:
+        return Place(threads, cores.numbers, ())
+    if not cores.are_ours:
+        return Place(threads, cores.numbers, cores.numbers)
+    return Place(threads, cores.numbers[:threads], cores.numbers[threads : 2 * threads])
+
+
 def measure(
-    settings: Config, folder: Path, threads: int, rounds: int, checks: int, seed: int, bar: Progress
+    settings: Config, folder: Path, place: Place, rounds: int, checks: int, seed: int, bar: Progress
 ) -> Profile:
     """All of it; a minute or two."""
+    t0, t_d, speed = fit_transfers(_time_transfers(bar))
     reach = Range(min(64, settings.scheduler.max_batch), settings.scheduler.token_budget, 2048)
     fitted, held = sweep(reach), unseen(reach, checks, seed)
-    loading = bar.add_task("loading the model", total=None)
-    stepper = Stepper(folder, settings.model.dtype, threads, settings.kv.page_size, [*fitted, *held], seed)
-    bar.remove_task(loading)
-    for cases, what in ((fitted, "steps to fit"), (held, "steps to check")):
-        for _ in bar.track(stepper.measure(cases, rounds), total=rounds * len(cases), description=what):
+    with _pinned(place.own):
+        loading = bar.add_task("loading the model", total=None)
+        stepper = _stepper(settings, folder, place.threads, [*fitted, *held], seed)
+        bar.remove_task(loading)
+        together = [*fitted, *held]
+        for _ in bar.track(stepper.measure(together, rounds), total=rounds * len(together), description="steps"):
             pass
+        beside_step = _time_neighbour(stepper, folder, settings, place, bar)
+        host = measure_host(settings)
     steps = fit_steps(fitted)
-    t0, t_d, speed = fit_transfers(_time_transfers(bar))
     info = stepper.info
     found = Profile(
         **{name: _rounded(value) for name, value in asdict(steps).items() if name != "L"},
@@ -100,13 +130,39 @@ def measure(
         model=served_name(settings.model),
         dtype=settings.model.dtype,
         machine=f"{platform.machine()}, {_processor()}, {os.cpu_count()} cpus",
-        threads=threads,
+        threads=place.threads,
         transfer="shm",
-        beside_step=_rounded(_time_neighbour(stepper, folder, settings, threads, bar)),
-        host=measure_host(settings),
+        beside_step=_rounded(beside_step),
+        host=host,
         versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
     )
     return replace(found, errors=errors(found.cost, held))
+
+
+def _stepper(settings: Config, folder: Path, threads: int, cases: list[Case], seed: int) -> Stepper:
+    """The engine as a worker of the config has it."""
+    model = settings.model
+    return Stepper(
+        folder,
+        model.dtype,
+        threads,
+        settings.kv.page_size,
+        cases,
+        seed,
+        weights=model.weights,
+        cache=cache_folder(),
+    )
+
+
+@contextmanager
+def _pinned(cores: Collection[int]) -> Iterator[None]:
+    """This thread, and the threads that it starts, on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _time_transfers(bar: Progress) -> list[tuple[int, int, float]]:
@@ -122,13 +178,14 @@ def _time_transfers(bar: Progress) -> list[tuple[int, int, float]]:
     return timed
 
 
-def _time_neighbour(stepper: Stepper, folder: Path, settings: Config, threads: int, bar: Progress) -> float:
+def _time_neighbour(stepper: Stepper, folder: Path, settings: Config, place: Place, bar: Progress) -> float:
     """By what part steps are slowed by another worker's; 0 if there are no cores for a second one."""
-    if 2 * threads > len(os.sched_getaffinity(0)):
+    if not place.beside:
         return 0.0
     task = bar.add_task("a worker beside", total=NEIGHBOUR_ROUNDS)
     alone, beside = ([decode([512] * 8), prefill(0, 256)] for _ in range(2))
-    with Neighbour(folder, settings.model.dtype, threads, settings.kv.page_size) as neighbour:
+    size = settings.kv.page_size
+    with Neighbour(folder, settings.model, place.threads, size, place.beside, cache_folder()) as neighbour:
         for _ in range(NEIGHBOUR_ROUNDS):
             for cases, switch in ((alone, neighbour.idle), (beside, neighbour.busy)):
                 switch()

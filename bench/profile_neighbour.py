@@ -6,21 +6,37 @@ and so does it.
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 from cbdisagg_bench.profile_steps import Stepper, prefill
+
+from cbdisagg.config import Model
 
 CHUNK = 256
 
 
 class Neighbour:
-    """A context; in it the other process is ready. Raises SystemExit if it has ended by itself."""
+    """A context; in it the other process is ready, on these `cores`. Raises SystemExit if it has ended by itself."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int, page_size: int) -> None:
-        self._command = [sys.executable, "-m", __name__, str(folder), dtype, str(threads), str(page_size)]
+    def __init__(
+        self, folder: Path, model: Model, threads: int, page_size: int, cores: Collection[int], cache: Path
+    ) -> None:
+        told = {
+            "folder": str(folder),
+            "dtype": model.dtype,
+            "weights": model.weights,
+            "threads": threads,
+            "page_size": page_size,
+            "cores": sorted(cores),
+            "cache": str(cache),
+        }
+        self._command = [sys.executable, "-m", __name__, json.dumps(told)]
 
     def __enter__(self) -> Neighbour:
         self._process = subprocess.Popen(
@@ -58,9 +74,21 @@ class Neighbour:
             raise SystemExit(f"the neighbour ended with status {self._process.wait()}")
 
 
-def _main(folder: Path, dtype: str, threads: int, page_size: int) -> None:
+def _main(told: str) -> None:
+    """`told`: a JSON object, as `Neighbour` writes it."""
+    given = json.loads(told)
+    os.sched_setaffinity(0, given["cores"])
     case = prefill(0, CHUNK)
-    stepper = Stepper(folder, dtype, threads, page_size, [case], seed=1)
+    stepper = Stepper(
+        Path(given["folder"]),
+        given["dtype"],
+        given["threads"],
+        given["page_size"],
+        [case],
+        seed=1,
+        weights=given["weights"],
+        cache=Path(given["cache"]),
+    )
     wanted, ended, idle = threading.Event(), threading.Event(), threading.Event()
 
     def listen() -> None:
@@ -88,4 +116,4 @@ def _main(folder: Path, dtype: str, threads: int, page_size: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    _main(sys.argv[1])

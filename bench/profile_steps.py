@@ -101,9 +101,19 @@ class Stepper:
     """The model in this process, with a pool that holds the largest of the `cases`, full of small random numbers."""
 
     def __init__(
-        self, folder: Path, dtype: str, threads: int, page_size: int, cases: Sequence[Case], seed: int
+        self,
+        folder: Path,
+        dtype: str,
+        threads: int,
+        page_size: int,
+        cases: Sequence[Case],
+        seed: int,
+        *,
+        weights: str = "same",
+        cache: Path | None = None,
     ) -> None:
-        self.info: ModelInfo = describe(folder, dtype)
+        """`weights`, `cache`: as for `build_runner`."""
+        self.info: ModelInfo = describe(folder, dtype, weights, cache)
         self._page_size = page_size
         self._random = np.random.default_rng(seed)
         pages = max(sum(self._pages_for(part) for part in case.work) for case in cases)
@@ -113,7 +123,7 @@ class Stepper:
         page_bytes = self.info.page_bytes(page_size)
         content = torch.empty(self.info.layers, pages, page_bytes // kind.itemsize, dtype=kind).normal_()
         memory = content.view(torch.uint8).numpy()
-        self._runner = build_runner(folder, dtype, memory, page_size, longest, threads)
+        self._runner = build_runner(folder, dtype, memory, page_size, longest, threads, weights=weights, cache=cache)
         self._pages = self._random.permutation(pages).tolist()
         self._plans = 0
         self._held: tuple[int, ...] = ()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import typer
+from cbdisagg_bench import profile
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers, nnls
 from cbdisagg_bench.profile_host import measure_host
 from cbdisagg_bench.profile_steps import REGIONS, Case, Range, decode, prefill, sweep, unseen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cbdisagg.actors.cores import Cores
 from cbdisagg.config import Config
 from cbdisagg.core.cost import CostModel
 
@@ -81,3 +84,27 @@ def test_the_steps_are_within_reach_and_of_every_region() -> None:
 def test_the_host_s_share_grows_with_the_batch() -> None:
     host = measure_host(Config(), batches=(1, 32))
     assert host.step_s > 0 and host.token_s > 0 and host.event_s > 0 and host.request_s > 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "workers", "own", "beside"),
+    [
+        (Cores((0, 1), 2), 0, 2, (0,), (1,)),
+        (Cores((0, 1), 2), 0, 1, (0, 1), ()),  # no room for another: it may use all cores
+        (Cores((2, 3, 6, 7), 4), 2, 1, (2, 3), (6, 7)),
+        (Cores(tuple(range(64)), 2), 1, 1, tuple(range(64)), tuple(range(64))),  # others use them too
+    ],
+)
+def test_what_is_measured_sits_as_serve_would_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: Cores,
+    threads: int,
+    workers: int,
+    own: tuple[int, ...],
+    beside: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(profile, "usable_cores", lambda: cores)
+    place = profile.seat(threads, workers)
+    assert (place.own, place.beside) == (own, beside)
+    with pytest.raises(typer.BadParameter, match="this machine has"):
+        profile.seat(65, 1)
