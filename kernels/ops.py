@@ -20,6 +20,7 @@ from cbdisagg_kernels.native import Native, native
 from cbdisagg_kernels.native_attention import NativeSelfAttention, fits
 from cbdisagg_kernels.native_layers import NativeLayers, can_fuse
 from cbdisagg_kernels.native_linear import Packer
+from cbdisagg_kernels.native_sampling import NativeSampling
 from cbdisagg_kernels.native_small import NativeSmall
 from cbdisagg_kernels.norm import layer_norm, rms_norm
 from cbdisagg_kernels.self_attention import SelfAttention, Shape, TorchSelfAttention
@@ -40,6 +41,7 @@ class Ops:
     gelu: Callable[[Tensor], Tensor]
     argmax: Callable[[Tensor], Tensor]
     fuse: Callable[[Stack], RunLayers | None]  # layers that were made of these operators, as one call
+    sampling: NativeSampling | None  # draws for a whole batch; None: row by row, by the reference
     packer: Packer | None  # whose weights can lie in memory that processes share, which those of `linear` do not
 
 
@@ -72,6 +74,7 @@ def _torch(device: torch.device, dtype: torch.dtype) -> Ops:
         gelu=gelu,
         argmax=argmax,
         fuse=lambda stack: None,
+        sampling=None,
         packer=None,
     )
 
@@ -94,5 +97,6 @@ def _native(library: Native, quantised: bool) -> Ops:
         gelu=small.gelu,
         argmax=small.argmax,
         fuse=lambda stack: NativeLayers(library, threads, stack) if can_fuse(stack) else None,
+        sampling=NativeSampling(library, threads),
         packer=packer,
     )

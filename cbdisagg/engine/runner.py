@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cbdisagg.engine.base import PushLayer
 from cbdisagg.engine.batch import Batch, make_batch
-from cbdisagg.engine.logprobs import logprobs
 from cbdisagg.engine.model import Decoder
-from cbdisagg.engine.slots import Slots
+from cbdisagg.engine.samplers import sampler_for
+from cbdisagg.engine.slots import Held, Slots
 from cbdisagg.messages import Logprobs, Sampled, Slice, StepPlan, StepResult
 
 SCORE_ROWS = 64
@@ -29,6 +29,7 @@ class TorchRunner:
 
     def __init__(self, decoder: Decoder, max_len: int) -> None:
         self.decoder = decoder
+        self.sampler = sampler_for(decoder.ops)
         self.slots = Slots(max_len, page_size=decoder.pool.shape[4], vocab=decoder.spec.vocab)
 
     @property
@@ -70,22 +71,26 @@ class TorchRunner:
         if not batch.draws:
             return []
         logits = self.decoder.logits(hidden[: len(batch.draws)])
-        best = self.decoder.ops.argmax(logits).tolist()
-        drawn = []
-        for output, n in enumerate(batch.draws):
-            slot = slices[n].slot
-            held = self.slots[slot]
-            told: tuple[Logprobs, ...] = ()
-            if held.drawer.takes_best(held.length) and held.sampling.logprobs < 0:
-                token = best[output]
-            else:
-                row = logits[output].numpy()
-                token = held.drawer.draw(row, held.length)
-                if held.sampling.logprobs >= 0:
-                    told = (logprobs(row, token, held.sampling.logprobs),)
+        slots = [slices[n].slot for n in batch.draws]
+        held = [self.slots[slot] for slot in slots]
+        tokens = self.sampler.draw(logits, [each.drawer for each in held], [each.length for each in held])
+        told = self._tell(logits, held, tokens)
+        for slot, token in zip(slots, tokens, strict=True):
             self.slots.append(slot, token)
-            drawn.append((n, Sampled((token,), told)))
-        return drawn
+        return [
+            (n, Sampled((token,), told.get(row, ())))
+            for row, (n, token) in enumerate(zip(batch.draws, tokens, strict=True))
+        ]
+
+    def _tell(self, logits: Tensor, held: Sequence[Held], tokens: Sequence[int]) -> dict[int, tuple[Logprobs, ...]]:
+        """Row -> the log probability of its token, where one is asked for."""
+        rows = [row for row, each in enumerate(held) if each.sampling.logprobs >= 0]
+        if not rows:
+            return {}
+        scores = self.sampler.score(
+            logits[rows], [tokens[row] for row in rows], [held[row].sampling.logprobs for row in rows]
+        )
+        return {row: (score,) for row, score in zip(rows, scores, strict=True)}
 
     def _score(self, part: Slice, hidden: Tensor) -> tuple[Logprobs, ...]:
         """Log probabilities of the tokens after the slice's first `len(hidden)` ones."""
@@ -93,6 +98,7 @@ class TorchRunner:
         targets = self.slots.ids[part.slot, part.start + 1 :]
         scores: list[Logprobs] = []
         for first in range(0, len(hidden), SCORE_ROWS):
-            for row in self.decoder.logits(hidden[first : first + SCORE_ROWS]).numpy():
-                scores.append(logprobs(row, int(targets[len(scores)]), alternatives))
+            logits = self.decoder.logits(hidden[first : first + SCORE_ROWS])
+            tokens = targets[first : first + len(logits)].tolist()
+            scores += self.sampler.score(logits, tokens, [alternatives] * len(logits))
         return tuple(scores)

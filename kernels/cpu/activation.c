@@ -9,8 +9,6 @@
 
 #define LOG2_E 1.44269504f
 
-INLINE vec min_(vec a, vec b) { return select_(a < b, a, b); }
-
 INLINE vec silu(vec x) { return x / (splat(1.0f) + exp2_(min_(x * splat(-LOG2_E), splat(126.0f)))); }
 
 INLINE vec gelu(vec x) {

@@ -47,6 +47,16 @@ INLINE vec fma_(vec a, vec b, vec c) {
 
 INLINE vec select_(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
 
+INLINE vec min_(vec a, vec b) {
+#if CBD_AVX512
+    return (vec)_mm512_min_ps((__m512)a, (__m512)b);
+#elif CBD_AVX2
+    return (vec)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return select_(a < b, a, b);
+#endif
+}
+
 INLINE vec max_(vec a, vec b) {
 #if CBD_AVX512
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
@@ -87,11 +97,9 @@ INLINE vec lane_numbers(void) {
     return load(numbers);
 }
 
-/* 2^x for x under 127.5, within 2e-7 of it; 0 below -126, -inf included. Minimax polynomial of degree 6 on [-1/2, 1/2]. */
-INLINE vec exp2_(vec x) {
-    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it leaves round(x) in the low bits */
-    vec shifted = x + magic;
-    vec r = x - (shifted - magic);
+/* 2^r times 2^n, for r in [-1/2, 1/2], within 2e-7 of it. `shifted`: n + 1.5 * 2^23, whose low bits are n. Minimax
+ * polynomial of degree 6. */
+INLINE vec exp2_parts(vec r, vec shifted) {
     vec p = splat(0.00015353362f);
     p = fma_(p, r, splat(0.0013398875f));
     p = fma_(p, r, splat(0.00961843692f));
@@ -99,8 +107,24 @@ INLINE vec exp2_(vec x) {
     p = fma_(p, r, splat(0.240226477f));
     p = fma_(p, r, splat(0.693147182f));
     p = fma_(p, r, splat(1.0f));
-    ivec scaled = (ivec)p + ((ivec)shifted << 23);
-    return (vec)(scaled & (x >= splat(-126.0f)));
+    return (vec)((ivec)p + ((ivec)shifted << 23));
+}
+
+/* 2^x for x under 127.5, within 2e-7 of it; 0 below -126, -inf included. */
+INLINE vec exp2_(vec x) {
+    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it leaves round(x) in the low bits */
+    vec shifted = x + magic;
+    vec power = exp2_parts(x - (shifted - magic), shifted);
+    return (vec)((ivec)power & (x >= splat(-126.0f)));
+}
+
+/* e^x for x under 88, within 3e-7 of it; 0 below -87, -inf included. The logarithm of 2 is taken off in two parts, the
+ * first short enough for its multiples to be exact (Cody and Waite 1980). */
+INLINE vec exp_(vec x) {
+    const vec magic = splat(12582912.0f), to_base_2 = splat(1.44269504f);
+    vec shifted = x * to_base_2 + magic, n = shifted - magic;
+    vec rest = (x - n * splat(0.693359375f)) - n * splat(-2.12194440e-4f);
+    return (vec)((ivec)exp2_parts(rest * to_base_2, shifted) & (x >= splat(-87.0f)));
 }
 
 /* ---------------------------------------------------------------------------------------------- the two dtypes */

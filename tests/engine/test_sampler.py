@@ -153,11 +153,18 @@ def test_a_draw_depends_on_seed_choice_and_position_only() -> None:
 def test_ties_are_kept_together() -> None:
     logits = np.zeros(50, np.float32)
     logits[[4, 9, 20]] = 2.0
-    assert threshold(logits - 2, top_k=2, top_p=1.0, min_p=0.0) == 0.0
-    assert threshold(logits - 2, top_k=0, top_p=1e-9, min_p=0.0) == 0.0
+    assert threshold(logits - 2, top_k=2, top_p=1.0, floor=-np.inf) == 0.0
+    assert threshold(logits - 2, top_k=0, top_p=1e-9, floor=-np.inf) == 0.0
     drawn = {drawer(Sampling(max_tokens=9, top_k=1), vocab=50).draw(logits, position) for position in range(100)}
     assert drawn == {4, 9, 20}
     assert drawer(Sampling(max_tokens=9, temperature=0.0), vocab=50).draw(logits, 0) == 4
+
+
+def test_top_k_of_all_that_are_near() -> None:
+    """As many near ids as are wanted, and a tail behind them that carries mass."""
+    scaled = np.full(5000, -9.0, np.float32)
+    scaled[[3, 8]] = 0.0, -1.0
+    assert [threshold(scaled, top_k, top_p=1.0, floor=-np.inf) for top_k in (1, 2, 3)] == [0.0, -1.0, -9.0]
 
 
 def test_flat_distribution_reaches_past_the_near_ids() -> None:
@@ -165,7 +172,7 @@ def test_flat_distribution_reaches_past_the_near_ids() -> None:
     scaled = np.full(5000, -9.0, np.float32)
     scaled[0] = 0.0
     scaled[1:] += np.linspace(0.0, -0.5, 4999, dtype=np.float32)
-    floor = threshold(scaled, top_k=0, top_p=0.8, min_p=0.0)
+    floor = threshold(scaled, top_k=0, top_p=0.8, floor=-np.inf)
     weights = np.exp(scaled.astype(np.float64))
     kept = scaled >= floor
     assert weights[kept].sum() >= 0.8 * weights.sum() > weights[scaled > floor].sum()
