@@ -100,7 +100,7 @@ class Drive:
         self.outputs: dict[int, list[int]] = {n: [] for n in range(len(requests))}
         self.now = 0.0
         _hand_in(self.core, requests)
-        self.core.plans_ahead = 0
+        self.core.steps.plans_ahead = 0
         self._ended = 0
         self._event: WorkerEvent = Tick()
 

@@ -102,6 +102,9 @@ class Generate(Struct, frozen=True, tag=True):
     `output` holds what earlier submissions have already given the client. `hashes` are the chained hashes of the
     prompt's full pages, HASH_BYTES each (`page_hashes`); `salt_root` is the root of that chain, which the worker needs
     to go on with it. `group` names the first of sibling sequences (n > 1) with the same prompt.
+
+    `first_age_s`: since the client got its first token; -1 if it has none. `tenant`: whose turn it is, among those who
+    wait ("": nobody's in particular); a higher `priority` goes first.
     """
 
     id: RequestId
@@ -114,6 +117,9 @@ class Generate(Struct, frozen=True, tag=True):
     targets: Targets
     age_s: float
     group: RequestId | None = None
+    first_age_s: float = -1.0
+    tenant: str = ""
+    priority: int = 0
 
 
 class Route(Struct, frozen=True, array_like=True):
@@ -218,10 +224,12 @@ class Leaving(Struct, frozen=True, tag=True):
 class Return(Struct, frozen=True, tag=True):
     """worker -> coordinator: this request of mine should go on elsewhere. It stays mine until another takes it.
 
-    `request.output` is what it has given so far: the worker goes on with it, if it can.
+    `request.output` is what it has given so far: the worker goes on with it, if it can. `late`: the sender does not
+    leave, but cannot keep all of its streams within their targets; it goes only where it is better off.
     """
 
     request: Generate
+    late: bool = False
 
 
 class Finished(Struct, frozen=True, tag=True):
@@ -390,8 +398,32 @@ class PoolInfo(Struct, frozen=True, array_like=True):
     data_public_key: str = ""
 
 
+class Costs(Struct, frozen=True):
+    """Coefficients of the cost model (`core/cost.py` has the formula), in seconds, tokens and bytes.
+
+    `L`: (tokens, seconds), by rising tokens, at least one point.
+    """
+
+    h: float
+    h_mix: float
+    L: tuple[tuple[int, float], ...]
+    a: float
+    d: float
+    t0: float
+    t_d: float
+    B: float
+    s: float = 0.0
+
+
+COARSE = Costs(0.002, 0.0, ((1, 0.012), (8, 0.016), (512, 0.4)), 0.0, 2e-7, 0.001, 0.0, 1e9, 5e-4)
+"""What a worker starts from that has no profile: a small model on one core. It is fitted to what steps take."""
+
+
 class WorkerInfo(Struct, frozen=True, array_like=True):
-    """What a worker says of itself. Workers whose fingerprints differ are never paired."""
+    """What a worker says of itself. Workers whose fingerprints differ are never paired.
+
+    `costs`: what its steps are predicted to cost until some have been measured.
+    """
 
     address: Address
     role: Role
@@ -401,6 +433,7 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     page_size: int
     max_batch: int
     max_len: int
+    costs: Costs = COARSE
 
 
 class Hello(Struct, frozen=True, tag=True):
@@ -423,13 +456,39 @@ class Counters(Struct, frozen=True, array_like=True):
     transfers: dict[str, int] = {}
     page_leaks: int = 0
     local_prefills: dict[str, int] = {}  # by reason: what was sent here to be prefilled elsewhere, and was not
+    step_errors: tuple[int, ...] = ()  # steps by how far the prediction was off: up to each of ERROR_BOUNDS, and beyond
+    step_error_sum: float = 0.0
+
+
+ERROR_BOUNDS = (0.01, 0.02, 0.05, 0.08, 0.12, 0.2, 0.35, 0.5, 1.0)
+"""Of |predicted - measured| / measured."""
+
+
+class Forecast(Struct, frozen=True, array_like=True):
+    """What a worker predicts of itself, from its own fitted model. Seconds, tokens.
+
+    `step_s`: a step in which all sequences that it has taken decode; `row_s` more for one more of them, `context_s`
+    for each token of its context. `prefill_s`: for each prompt token while nothing decodes, `mixed_s` beside what
+    decodes now and within its targets, each with `square_s` x tokens^2 more for a prompt. `gain`: seconds of prefill
+    alone that a chunk saves for each second that it adds to a step of decodes. `tpot_s`: the tightest target of those
+    that decode here, 0 if there are none.
+    """
+
+    step_s: float = 0.0
+    row_s: float = 0.0
+    context_s: float = 0.0
+    prefill_s: float = 0.0
+    mixed_s: float = 0.0
+    square_s: float = 0.0
+    gain: float = 1.0
+    tpot_s: float = 0.0
 
 
 class Load(Struct, frozen=True, tag=True):
     """worker -> coordinator: after changes, and at least once a second.
 
-    `queued_tokens`: prompt tokens still to compute here. `step_s`, `token_s`: a step takes about step_s with running
-    sequences alone and token_s more for each prompt token in it. `busy`: it has work, so `counters.steps` must grow.
+    `queued_tokens`: prompt tokens still to compute here. `decodes`: of those running, how many have computed theirs.
+    `busy`: it has work, so `counters.steps` must grow.
     `received` counts the Submits that this coordinator has sent and these numbers include.
     """
 
@@ -441,10 +500,10 @@ class Load(Struct, frozen=True, tag=True):
     pages_total: int
     pages_free: int
     pages_cached: int
-    step_s: float
-    token_s: float
     counters: Counters
     received: int = 0
+    decodes: int = 0
+    forecast: Forecast = Forecast()
 
 
 class Pair(Struct, frozen=True, array_like=True):
@@ -591,9 +650,21 @@ class Stats(Struct, frozen=True, tag=True):
 STATS_HEARTBEAT_S = 2.0
 
 ToCoordinator: TypeAlias = (
-    Generate | Cancel | Hello | Load | Paired | Finished | Leaving | Return | Suspect | Up | PeerDown | Reported
+    Generate
+    | Cancel
+    | Hello
+    | Load
+    | Paired
+    | Finished
+    | Leaving
+    | Return
+    | Steer
+    | Suspect
+    | Up
+    | PeerDown
+    | Reported
 )
-ToWorker: TypeAlias = Submit | Cancel | Prefill | KvReady | StopPush | PushStopped | Probe | Members | Lead
+ToWorker: TypeAlias = Submit | Cancel | Prefill | KvReady | StopPush | PushStopped | Probe | Members | Steer | Lead
 ToApi: TypeAlias = Accepted | Rejected | Tokens | Members | Stats | Lead
 ToSupervisor: TypeAlias = Up | Suspect | Members | Progress | Failed | Listening | Drain
 Message: TypeAlias = ToCoordinator | ToWorker | ToApi | ToSupervisor

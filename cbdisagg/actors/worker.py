@@ -31,13 +31,16 @@ from cbdisagg.actors.starting import BEAT_S
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, WorkerEvent
 from cbdisagg.core.invariants import check_worker
+from cbdisagg.core.profile import parse_profile
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.engine.base import Runner
 from cbdisagg.load import cache_folder
 from cbdisagg.messages import (
+    COARSE,
     PROTOCOL_VERSION,
     Address,
     AttemptId,
+    Costs,
     Failed,
     Lead,
     Members,
@@ -57,12 +60,16 @@ READ_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What loading gives. `fingerprint` names all that must be equal for pages to mean the same elsewhere."""
+    """What loading gives. `fingerprint` names all that must be equal for pages to mean the same elsewhere.
+
+    `costs`: what steps are thought to cost before one has been run.
+    """
 
     runner: Runner
     pool: MappedPool
     fingerprint: str
     max_len: int
+    costs: Costs = COARSE
 
 
 Loader: TypeAlias = Callable[[Start, Config, Address, Callable[[str, float], None]], Loaded]
@@ -83,7 +90,18 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     progress("loading weights", 0.2)
     runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads, weights=weights, cache=cache)
     fingerprint = f"{model.fingerprint} page {page_size} protocol {PROTOCOL_VERSION}"
-    return Loaded(runner, pool, fingerprint, max_len)
+    return Loaded(runner, pool, fingerprint, max_len, _profiled(config.profile.path))
+
+
+def _profiled(path: str) -> Costs:
+    """The costs in a profile, if one is named. Raises ConfigError."""
+    if not path:
+        return COARSE
+    try:
+        data = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"[profile] path = {path}: {error.strerror}") from None
+    return parse_profile(data, path).cost
 
 
 async def run_worker(life: Life, start: Start, config: Config, load: Loader = load) -> None:
@@ -179,6 +197,7 @@ class Worker:
             config.kv.page_size,
             config.scheduler.max_batch,
             loaded.max_len,
+            loaded.costs,
         )
         core = WorkerCore(info, config)
         self._shell = Shell(

@@ -41,6 +41,7 @@ from cbdisagg.messages import (
     Return,
     Route,
     Stats,
+    Steer,
     Submit,
     Suspect,
     Up,
@@ -166,6 +167,8 @@ class CoordinatorCore:
                     self._effects.append(Note("info", f"{sender.name} is leaving"))
             case Return(request):
                 self._return(sender, request)
+            case Steer():
+                pass
             case Hello(info):
                 self._join(info)
             case Load():
@@ -284,8 +287,8 @@ class CoordinatorCore:
             waiting=load.waiting + len(member.unseen),
             queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen + member.jobs),
             max_batch=member.info.max_batch,
-            step_s=load.step_s,
-            token_s=load.token_s,
+            step_s=load.forecast.step_s,
+            token_s=load.forecast.prefill_s,
             cached=0,
         )
         self.board.put(view, member.queued)

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from msgspec import Struct
+from cbdisagg.messages import Costs
 
 
 class Work(NamedTuple):
@@ -25,31 +25,58 @@ class Work(NamedTuple):
     decodes: bool
 
 
-class CostModel(Struct, frozen=True):
-    """Names are those of the formula. `L`: (tokens, seconds), by rising tokens, at least one point."""
+class Sums(NamedTuple):
+    """What the formula needs to know of a step: m, sum((p + c)^2 - p^2), sum(ctx), n, and whether a prompt is in it."""
 
-    h: float
-    h_mix: float
-    L: tuple[tuple[int, float], ...]
-    a: float
-    d: float
-    t0: float
-    t_d: float
-    B: float
-    s: float = 0.0
+    tokens: int = 0
+    squares: int = 0
+    context: int = 0
+    decodes: int = 0
+    prefills: bool = False
+
+    def chunk(self, start: int, tokens: int) -> Sums:
+        """With a chunk of a prompt more."""
+        squares = self.squares + tokens * (2 * start + tokens)
+        return Sums(self.tokens + tokens, squares, self.context, self.decodes, True)
+
+    def rows(self, decodes: int, context: int) -> Sums:
+        """With more sequences that decode, of `context` tokens together."""
+        return Sums(self.tokens + decodes, self.squares, self.context + context, self.decodes + decodes, self.prefills)
+
+
+NOTHING = Sums()
+
+
+def sums(work: Iterable[Work]) -> Sums:
+    tokens, squares, context, decodes = 0, 0, 0, 0
+    prefills = False
+    for start, count, is_decode in work:
+        tokens += count
+        if is_decode:
+            decodes += 1
+            context += start + count
+        else:
+            prefills = True
+            squares += count * (2 * start + count)
+    return Sums(tokens, squares, context, decodes, prefills)
+
+
+class CostModel(Costs, frozen=True):
+    """Names are those of the formula."""
+
+    @classmethod
+    def of(cls, costs: Costs) -> CostModel:
+        if isinstance(costs, CostModel):
+            return costs
+        return cls(*(getattr(costs, name) for name in costs.__struct_fields__))
 
     def step_s(self, work: Iterable[Work]) -> float:
         """One step; 0 for one without work."""
-        tokens, squares, context, decodes = 0, 0, 0, 0
-        prefills = False
-        for start, count, is_decode in work:
-            tokens += count
-            if is_decode:
-                decodes += 1
-                context += start + count
-            else:
-                prefills = True
-                squares += (start + count) ** 2 - start**2
+        return self.sums_s(sums(work))
+
+    def sums_s(self, step: Sums) -> float:
+        """One step; 0 for one without work."""
+        tokens, squares, context, decodes, prefills = step
         if not tokens:
             return 0.0
         mixed = self.h_mix if prefills and decodes else 0.0
@@ -65,6 +92,19 @@ class CostModel(Struct, frozen=True):
             return points[0][1] * tokens / points[0][0]
         (m0, s0), (m1, s1) = (points[n - 1], points[n]) if n < len(points) else (points[-2], points[-1])
         return s0 + (s1 - s0) * (tokens - m0) / (m1 - m0)
+
+    def chunk_within(self, beside: Sums, start: int, most: int, seconds: float) -> int:
+        """The largest chunk of a prompt, of `most` tokens after `start`, whose step takes no more than `seconds`."""
+        if self.sums_s(beside.chunk(start, most)) <= seconds:
+            return most
+        low, high = 0, most  # the largest known to fit, the smallest known not to
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.sums_s(beside.chunk(start, middle)) <= seconds:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def transfer_s(self, nbytes: int, descriptors: int = 1) -> float:
         return self.t0 + descriptors * self.t_d + nbytes / self.B

@@ -14,51 +14,6 @@ from cbdisagg.messages import Address, Role
 Mode: TypeAlias = Literal["auto", "aggregate", "disaggregate"]
 
 HANDOVER_S = 0.002  # messages and scheduling of one hand-over; the bytes are counted apart
-_MEMORY = 0.1  # weight of the newest step in the moving averages
-_FIRST_STEP_S, _FIRST_TOKEN_S = 0.02, 0.001  # before anything is measured: a small model on one core
-
-
-@dataclass(slots=True)
-class StepModel:
-    """What a step costs on this worker, learnt from finished steps by exponentially weighted averages."""
-
-    step_s: float = _FIRST_STEP_S
-    token_s: float = _FIRST_TOKEN_S
-
-    def observe(self, seconds: float, decode_tokens: int, prefill_tokens: int) -> None:
-        if prefill_tokens == 0:
-            self.step_s += _MEMORY * (seconds - self.step_s)
-        elif prefill_tokens >= 16:
-            base = self.step_s if decode_tokens else 0.0
-            # A mixed step is not cheaper per prompt token than a tenth of the average: the rest is noise.
-            token_s = max((seconds - base) / prefill_tokens, self.token_s / 10)
-            self.token_s += max(_MEMORY, min(0.5, prefill_tokens / 1024)) * (token_s - self.token_s)
-
-
-def prefill_allowance(
-    model: StepModel,
-    tpot_s: float,
-    oldest_deadline_in_s: float,
-    oldest_remaining: int,
-    token_budget: int,
-    page_size: int,
-) -> int:
-    """Prompt tokens that may ride in a step with decodes.
-
-    As many as keep the step within the tightest TPOT target; at least a page, so that prompts progress. If that rate
-    would miss the oldest prompt's TTFT deadline, as many as that deadline needs, up to a quarter of the budget: a late
-    first token and a late token both count, and a bounded chunk bounds the gap.
-    """
-    kept = int((tpot_s - model.step_s) / model.token_s)
-    steps_left = oldest_deadline_in_s / max(tpot_s, model.step_s)
-    needed = oldest_remaining if steps_left <= 1 else int(oldest_remaining / steps_left)
-    return min(token_budget, max(page_size, kept, min(needed, token_budget // 4)))
-
-
-def local_allowance(model: StepModel, decodes: int, tpot_s: float) -> int:
-    """Prompt tokens that a decode worker computes itself without harm: less than one step's room within the target."""
-    room = tpot_s - (model.step_s if decodes else 0.0)
-    return max(0, int(room / model.token_s))
 
 
 def admissible(needed: int, available: int, running: int) -> bool:

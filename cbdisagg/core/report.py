@@ -97,8 +97,6 @@ class Reporter:
             pages_total=core.pages.total,
             pages_free=len(core.pages.free),
             pages_cached=len(core.pages.cached),
-            step_s=core.model.step_s,
-            token_s=core.model.token_s,
             counters=Counters(
                 steps=self.steps,
                 prompt_tokens=self.prompt_tokens,
@@ -111,8 +109,12 @@ class Reporter:
                 transfers=dict(self.transfers),
                 page_leaks=self.page_leaks,
                 local_prefills=dict(self.local_prefills),
+                step_errors=tuple(core.steps.refit.errors),
+                step_error_sum=core.steps.refit.error_sum,
             ),
             received=self.received,
+            decodes=core.scheduler.decodes,
+            forecast=core.steps.forecast(core.requests.values()),
         )
 
     def _audit(self, core: WorkerCore) -> None:

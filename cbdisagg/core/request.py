@@ -137,6 +137,9 @@ class Request:
     preemptions: int = 0
     started: float | None = None
     first_token: float | None = None
+    last_token: float | None = None
+    passed: int = 0  # steps without tokens for its prompt, in a row
+    overtaken: int = 0  # later arrivals that have started before it
     queue_s: float = 0.0
     prefill_s: float = 0.0
 

@@ -1,8 +1,8 @@
 """Which sequences get tokens in the next step, and what the last step means for their pages.
 
 Knows progress, not phase: each step gives running requests tokens until `computed` reaches the tokens known; one whose
-newest token alone is missing gets that one, the others share a prefill allowance that the policy sets. Pages are taken
-as sequences grow. When the pool is empty the latest arrival is preempted and recomputed later; requests are served in
+newest token alone is missing gets that one, the others what the pace gives them (pace.py). Pages are taken as sequences
+grow. When the pool is empty the latest arrival is preempted and recomputed later; requests are served in
 order of arrival, so the oldest always progresses. Plans pin what they name: a request that ends while a plan or push
 reads its pages keeps them until that is done.
 
@@ -13,16 +13,20 @@ run ahead in `planned`, and nobody is preempted.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeAlias
 
 from cbdisagg.core.baselines import Baseline
 from cbdisagg.core.blocks import Pages
+from cbdisagg.core.pace import Shares
 from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.messages import Admit, Page, Push, Sampled, Slice, Slot, StepPlan, StepResult
 
 Outcome: TypeAlias = tuple[Request, Slice, Sampled]
+Share: TypeAlias = Callable[[Sequence[Request], Sequence[Request]], Shares]
+"""(streams that lack their newest token alone, prompts that lack more) -> what the next step computes of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,30 +105,40 @@ class Scheduler:
     def decodes(self) -> int:
         return sum(1 for request in self.running.values() if request.decoding)
 
-    def plan(self, allowance: int) -> tuple[StepPlan | None, list[Request]]:
-        """The next step and the requests preempted for it. `allowance`: prefill tokens that may ride in it."""
+    def plan(self, share: Share) -> tuple[StepPlan | None, list[Request]]:
+        """The next step and the requests preempted for it."""
         ready = sorted((r for r in self.running.values() if _ready(r)), key=lambda request: request.order)
         ready = self._one_kind(ready)
-        decodes = sum(1 for request in ready if request.decoding)
-        left = max(0, self.limits.token_budget - decodes)
-        left = min(left, allowance) if decodes else left
-        chosen: list[tuple[Request, int]] = []
-        taken: set[int] = set()
+        streams = [request for request in ready if request.decoding]
+        prompts = [request for request in ready if not request.decoding]
+        shares = share(streams, prompts)
         victims: list[Request] = []
-        for request in ready:
-            if request.state is not State.RUNNING:
-                continue  # preempted for an older one
-            count = 1 if request.decoding else min(request.remaining, left)
-            count = self._grow(request, count, taken, victims) if count else 0
-            if count:
-                left -= 0 if request.decoding else count
-                chosen.append((request, count))
-                taken.add(request.key)
+        chosen = self._choose(ready, shares, victims)
+        if not chosen and streams and not shares.decodes:
+            chosen = self._choose(streams, Shares(), victims)  # the prompts find no pages now: others go on
+        given = {request.key for request, _ in chosen}
+        for prompt in prompts:
+            prompt.passed = 0 if prompt.key in given else prompt.passed + 1
         if self.batch is not None:
-            chosen += self.batch.shares(any(not request.decoding for request in ready), left)
+            left = self.limits.token_budget - len(streams) - sum(shares.chunks.values())
+            chosen += self.batch.shares(bool(prompts), max(0, left))
         if not chosen:
             return None, victims
         return self._number_plan(chosen), victims
+
+    def _choose(self, ready: list[Request], shares: Shares, victims: list[Request]) -> list[tuple[Request, int]]:
+        """Who gets how many tokens. By order of arrival: pages of later arrivals go to earlier ones."""
+        chosen: list[tuple[Request, int]] = []
+        taken: set[int] = set()
+        for request in ready:
+            if request.state is not State.RUNNING:
+                continue  # preempted for an older one
+            count = int(shares.decodes) if request.decoding else shares.chunks.get(request.key, 0)
+            count = self._grow(request, count, taken, victims) if count else 0
+            if count:
+                chosen.append((request, count))
+                taken.add(request.key)
+        return chosen
 
     def _one_kind(self, ready: list[Request]) -> list[Request]:
         """With mixed = false, decode and prefill take turns when both have work. A static batch goes in lockstep."""

@@ -18,15 +18,17 @@ from cbdisagg.core.admission import Admission
 from cbdisagg.core.effects import Effect, Tell
 from cbdisagg.core.request import JobTarget, Request, Trigger
 from cbdisagg.core.scheduler import Scheduler
+from cbdisagg.core.turns import Turns
 from cbdisagg.messages import Address, AttemptId, KvReady, Moved, PushStopped, RequestId, Sampled
 
 
 class Supply:
     """`jobs` and `gifts` hold the attempts that are not over, or that a push in flight still belongs to."""
 
-    def __init__(self, scheduler: Scheduler, admission: Admission) -> None:
+    def __init__(self, scheduler: Scheduler, admission: Admission, turns: Turns) -> None:
         self.scheduler = scheduler
         self.admission = admission
+        self.turns = turns
         self.jobs: dict[AttemptId, Request] = {}
         self.gifts: dict[AttemptId, JobTarget] = {}
 
@@ -62,6 +64,7 @@ class Supply:
         self.admission.computes_no_more(request)
         request.move(Trigger.END)
         self.scheduler.drop(request)
+        self.turns.go(request)
         return self._over(_target(request), answer)
 
     # ------------------------------------------------------------------------------------------------- gifts

@@ -35,14 +35,17 @@ from cbdisagg.core.events import (
     WorkerEvent,
 )
 from cbdisagg.core.handoff import Handoffs, Reservation
+from cbdisagg.core.knobs import configured
+from cbdisagg.core.pace import Pace
 from cbdisagg.core.peers import Peers
-from cbdisagg.core.policy import StepModel, local_allowance, prefill_allowance
 from cbdisagg.core.report import Reporter
 from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.core.scheduler import Limits, Scheduler
 from cbdisagg.core.sense import wrong_kv, wrong_prefill, wrong_request
+from cbdisagg.core.steps import Steps
 from cbdisagg.core.streams import Streams
 from cbdisagg.core.supply import Supply
+from cbdisagg.core.turns import Turns
 from cbdisagg.messages import (
     Accepted,
     Address,
@@ -51,6 +54,7 @@ from cbdisagg.messages import (
     Finished,
     Generate,
     Hello,
+    Knobs,
     KvReady,
     Lead,
     Leaving,
@@ -68,12 +72,16 @@ from cbdisagg.messages import (
     Route,
     Sampled,
     Slice,
+    Steer,
     StopPush,
     Submit,
     Suspect,
     WorkerInfo,
     unpack,
 )
+
+LOCAL_PAGES = 4
+"""What is missing beyond a cached prefix, up to so many pages, costs less here than a hand-over."""
 
 
 class WorkerCore:
@@ -83,7 +91,6 @@ class WorkerCore:
         self.info = info
         self.address = info.address
         self.config = config
-        self.plans_ahead = plans_ahead
         self.pages = Pages(info.pool.pages)
         limits = Limits(info.max_batch, config.scheduler.token_budget, config.scheduler.mixed)
         way = Baseline(config.scheduler.batching, config.kv.allocator, info.max_len, config.scheduler.static_length)
@@ -91,11 +98,12 @@ class WorkerCore:
         self.handoffs = Handoffs(self.pages, self.address.incarnation)
         self.admission = Admission(self.scheduler, self.handoffs, info.max_batch)
         self.peers = Peers(info)
-        self.model = StepModel()
+        self.turns = Turns()
+        self.steps = Steps(self.scheduler, self._pace(configured(config)), info.costs, self.turns, plans_ahead)
         self.streams = Streams()
         self.reporter = Reporter()
         self.requests: dict[RequestId, Request] = {}
-        self.supply = Supply(self.scheduler, self.admission)
+        self.supply = Supply(self.scheduler, self.admission, self.turns)
         self.jobs = self.supply.jobs
         self.leaving = False
         self.retired = False
@@ -159,6 +167,8 @@ class WorkerCore:
                 self._effects.append(Verify(sender, message))
             case Members():
                 self._members(message)
+            case Steer(knobs):
+                self.steps.pace = self._pace(knobs)
             case Lead(coordinator):
                 self._follow(coordinator)
             case _:
@@ -202,7 +212,12 @@ class WorkerCore:
         if job is not None:
             limit = length + len(spec.output) // 4 + 1
         arrival = self._now - spec.age_s
-        return Request(self._key, spec, route, arrival, self.info.page_size, limit, job)
+        first = self._now - spec.first_age_s if spec.first_age_s >= 0 else None
+        request = Request(
+            self._key, spec, route, arrival, self.info.page_size, limit, job, first_token=first, last_token=first
+        )
+        self.turns.come(request)
+        return request
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.id)
@@ -223,6 +238,7 @@ class WorkerCore:
             self._effects += self.handoffs.abandon(request)
         request.move(Trigger.END)
         self.scheduler.drop(request)
+        self.turns.go(request)
         done = Finished(request.spec.id, request.spec.submission, len(request.tokens) - request.prompt_len)
         self._tell(self.peers.coordinator, done)
 
@@ -297,6 +313,7 @@ class WorkerCore:
             output=request.output.tobytes(),
             hashes=b"".join(request.chain(len(request.tokens) // self.info.page_size)),
             age_s=self._now - request.arrival,
+            first_age_s=-1.0 if request.first_token is None else self._now - request.first_token,
         )
 
     def _kv_ready(self, sender: Address, message: KvReady) -> None:
@@ -358,6 +375,7 @@ class WorkerCore:
         self._tell(self.peers.apis.get(request.spec.id.api), _accepted(request, self.address, moved.hops))
         if moved.decode_s >= 0:
             request.first_token = self._now - moved.decode_s
+            request.last_token = self._now
 
     def _push_stopped(self, attempt: AttemptId, reason: str) -> None:
         request, effects = self.handoffs.settle(attempt)
@@ -387,7 +405,9 @@ class WorkerCore:
         lacks what only peers can free is declined; a local request that does lets jobs pass, for peers wait for those.
         """
         jobs_only = False
-        for request in list(self.scheduler.waiting):
+        if self.admission.full and self.scheduler.running:
+            return
+        for request in self.steps.waiting(self._now):
             if self.admission.full and self.scheduler.running:
                 return
             if jobs_only and request.job is None:
@@ -407,6 +427,7 @@ class WorkerCore:
     def _start(self, request: Request, hit: list[Page]) -> None:
         """It leaves the queue: computed here from its prefix hit on, or in pages reserved for a prefill worker."""
         self.scheduler.waiting.remove(request)
+        self.turns.start(request, self.scheduler.waiting)
         self.pages.pin(hit)
         if request.started is None and not request.moves:
             request.started = self._now
@@ -435,8 +456,7 @@ class WorkerCore:
             self.reporter.local_prefill("prefill-worker-lost")
             return None
         missing = len(request.tokens) - hit * self.info.page_size
-        allowance = local_allowance(self.model, self.scheduler.decodes, self.config.targets.tpot_ms / 1e3)
-        if (hit or request.preemptions) and missing <= min(allowance, 4 * self.info.page_size):
+        if (hit or request.preemptions) and missing <= LOCAL_PAGES * self.info.page_size:
             self.reporter.local_prefill("cached" if hit else "preempted")
             return None
         return prefill
@@ -444,9 +464,7 @@ class WorkerCore:
     # -------------------------------------------------------------------------------------------------- steps
 
     def _plan(self) -> None:
-        if len(self.scheduler.flights) > self.plans_ahead or not self.scheduler.has_work:
-            return
-        plan, victims = self.scheduler.plan(self._allowance())
+        plan, victims = self.steps.plan(self._now)
         for victim in victims:
             self.admission.computes_no_more(victim)
             self._effects += self.supply.keep(victim)
@@ -454,28 +472,14 @@ class WorkerCore:
         if plan is not None:
             self._effects.append(RunStep(plan))
 
-    def _allowance(self) -> int:
-        """Prompt tokens for a step with decodes: from the tightest TPOT target and the oldest prompt's deadline."""
-        running = self.scheduler.running.values()
-        prompts = [r for r in running if not r.decoding and r.remaining]
-        decodes = [r for r in running if r.decoding]
-        if not prompts or not decodes:
-            return self.config.scheduler.token_budget
-        oldest = min(prompts, key=lambda request: request.order)
-        deadline = oldest.arrival + oldest.spec.targets.ttft_s
-        return prefill_allowance(
-            self.model,
-            min(request.spec.targets.tpot_s for request in decodes),
-            max(0.0, deadline - self._now),
-            oldest.remaining,
-            self.config.scheduler.token_budget,
-            self.info.page_size,
-        )
+    def _pace(self, knobs: Knobs) -> Pace:
+        scheduler, gap_s = self.config.scheduler, self.config.targets.gap_ms / 1e3
+        return Pace(knobs.gamma, knobs.eta, scheduler.token_budget, self.info.page_size, gap_s)
 
     def _step_done(self, event: StepDone) -> None:
         checksums = dict(event.checksums)
         decode = prefill = 0
-        for request, slice_, sampled in self.scheduler.commit(event.result):
+        for request, slice_, sampled in self.steps.done(event.result):
             is_decode = slice_.count == 1 and slice_.start >= request.prompt_len
             decode += is_decode
             prefill += 0 if is_decode else slice_.count
@@ -489,7 +493,6 @@ class WorkerCore:
                 if target is not None and target.closing and not request.ended:
                     reach = min(slice_.start + slice_.count, target.end * self.info.page_size)
                     self._hand_over(request, target, reach)
-        self.model.observe(event.result.seconds, decode, prefill)
         self.reporter.stepped(decode, prefill)
 
     def _draw(self, request: Request, sampled: Sampled) -> None:
@@ -497,8 +500,9 @@ class WorkerCore:
         self.admission.computes_no_more(request)
         if request.first_token is None:
             request.first_token = self._now
-            if not request.prefill_s and request.started is not None:
-                request.prefill_s = self._now - request.started
+        if not request.prefill_s and request.started is not None:
+            request.prefill_s = self._now - request.started
+        request.last_token = self._now
         if self.streams.extend(request, sampled, self._now):
             self._end(request)
 
@@ -510,6 +514,7 @@ class WorkerCore:
             return
         self.peers.term = coordinator.incarnation
         self.peers.coordinator = coordinator
+        self.steps.pace = self._pace(configured(self.config))  # it says Steer if it wants others
         self._tell(coordinator, Hello(self.info))
         if self.leaving:
             self._tell(coordinator, Leaving())

@@ -33,8 +33,6 @@ def load(incarnation: int, running: int = 0, **counters) -> tuple[Address, str, 
         pages_total=100,
         pages_free=40,
         pages_cached=20,
-        step_s=0.0,
-        token_s=0.0,
         counters=Counters(**counters),
     )
     return Address("d0", incarnation, "x"), "decode", state

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from core_world import SUPERVISOR, Setting, WorkerActor, World, expected_output
 
 from cbdisagg.config import Config, Policy
-from cbdisagg.core.policy import Link, StepModel, View, route
+from cbdisagg.core.policy import Link, View, route
 from cbdisagg.messages import (
     Address,
     Cancel,
@@ -145,16 +144,6 @@ def test_a_landing_that_comes_after_its_attempt_is_over_changes_nothing() -> Non
     service.settle()
     assert decode.core.handoffs.landed(attempt) is None
     assert decode.core.handoffs.settle(attempt) == (None, [])
-
-
-def test_the_cost_of_a_prompt_token_is_learnt_from_large_chunks_alone() -> None:
-    model = StepModel(step_s=0.01, token_s=0.001)
-    model.observe(1.0, decode_tokens=0, prefill_tokens=15)
-    assert model.token_s == 0.001
-    for _ in range(100):
-        model.observe(0.01 + 100 * 0.002, decode_tokens=3, prefill_tokens=100)
-    assert model.token_s == pytest.approx(0.002, rel=1e-3)
-    assert model.step_s == 0.01
 
 
 def test_a_prompt_that_would_wait_long_at_the_prefill_worker_is_computed_where_it_decodes() -> None:

@@ -26,11 +26,12 @@ from cbdisagg.core.blocks import Pages
 from cbdisagg.core.coordinator import _UNSEEN_S, STATS_S, CoordinatorCore, Member
 from cbdisagg.core.events import PushDone
 from cbdisagg.core.peers import Peers
-from cbdisagg.core.policy import StepModel
 from cbdisagg.core.report import Reporter
 from cbdisagg.core.request import Request
 from cbdisagg.core.scheduler import Scheduler
+from cbdisagg.core.steps import Steps
 from cbdisagg.core.streams import Streams
+from cbdisagg.core.turns import Turns
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import Message, Push, Slice, StepPlan
 
@@ -123,14 +124,14 @@ OMITTED: dict[type, frozenset[str]] = {
     WorkerActor: frozenset({"world", "journal", "info", "wake_at", "address"}),
     CoordinatorActor: frozenset({"world", "journal", "wake_at", "address"}),
     ApiActor: frozenset({"world", "journal", "wake_at", "address"}),
-    WorkerCore: frozenset({"info", "address", "config", "plans_ahead", "_key", "_now", "_effects", "model"}),
+    WorkerCore: frozenset({"info", "address", "config", "_key", "_now", "_effects"}),
     CoordinatorCore: frozenset({"address", "config", "_now", "_effects", "_stats_at", "_wake_at"}),
     Scheduler: frozenset({"page_size", "limits", "prefix_cache", "_number", "_serial"}),
     Member: frozenset({"heard_at", "progress_at", "jobs"}),  # the suspicion of silence is a fault here, not a timer
     Client: frozenset({"resumed", "stats", "_now", "_tell", "_model", "_page_size", "_incarnation"}),
     Stream: frozenset({"request", "born", "_cancel", "_unread", "_waiter"}),
     Peers: frozenset({"me"}),
-    Request: frozenset({"key", "arrival", "page_size", "started", "first_token"}),
+    Request: frozenset({"key", "arrival", "page_size", "started", "first_token", "last_token", "passed", "overtaken"}),
     FakeSlot: frozenset(),
 }
 """What the future does not depend on: constants of an incarnation, instants (time stands still), what readers see."""
@@ -234,7 +235,8 @@ _drawn: dict[type, Callable[[Picture, Any], Hashable]] = {
     Reporter: Picture._reporter,
     Admission: Picture._admission,
     CoordinatorCore: Picture._coordinator,
-    StepModel: lambda picture, model: None,
+    Steps: lambda picture, steps: None,  # what is learnt, and when it is thought to end: time stands still
+    Turns: lambda picture, turns: None,  # one tenant, who has had what it has had
     Streams: lambda picture, streams: None,  # flushed at the end of each event
     Counter: lambda picture, counts: None,
     OrderedDict: lambda picture, ordered: tuple(ordered),

@@ -1,0 +1,176 @@
+"""How many prompt tokens ride in the next step: what the running streams' deadlines leave, and whether it pays.
+
+Every token has a deadline: the first one arrival + TTFT, token k + 1 gamma x TPOT x k after the first. A stream that
+has been faster has banked slack, which is spent on prompts: a chunk is the largest whose step ends before the next
+token of any stream is due. A stream that keeps its deadlines keeps its TPOT however long its answer gets, so no length
+is guessed. All instants are on this worker's clock: ages travel, not clocks, so deadlines outlive moves and crashes.
+
+Who cannot be served in time does not hold up the others: a prompt that will be late comes after those that will not,
+and a stream that cannot catch up before its last token only keeps a bound on its gaps. Nobody starves: the oldest
+prompt that was passed over for PATIENCE steps gets a page's worth in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cbdisagg.core.cost import NOTHING, CostModel, Sums
+from cbdisagg.core.request import Request
+
+PATIENCE = 8
+LATE_GAP = 4.0
+"""A stream that is lost gets a token at least each so many TPOT, if it can be done."""
+TYPICAL = 256
+"""Tokens of a chunk by which a worker judges whether mixing pays at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the next step computes: tokens of prompts, by `Request.key`, and with `decodes` a token of each stream."""
+
+    chunks: dict[int, int] = field(default_factory=dict)
+    decodes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`gap_s`: no gap between two tokens of a stream is to be longer; 0: only their mean counts."""
+
+    gamma: float
+    eta: float
+    token_budget: int
+    page_size: int
+    gap_s: float = 0.0
+
+    # -------------------------------------------------------------------------------------------- deadlines
+
+    def deadline(self, request: Request) -> float:
+        """When its next token is due."""
+        targets = request.spec.targets
+        if request.first_token is None:
+            return request.arrival + targets.ttft_s
+        drawn = len(request.tokens) - request.prompt_len + request.draws_in_flight
+        due = request.first_token + self.gamma * targets.tpot_s * drawn
+        if self.gap_s and request.last_token is not None:
+            due = min(due, request.last_token + self.gap_s * (1 + request.draws_in_flight))
+        return due
+
+    def slack(self, request: Request, cost: CostModel, now: float) -> float:
+        """Seconds that a prompt can still wait; below 0: its token will be late whatever is done."""
+        return self.deadline(request) - now - prefill_s(cost, request.remaining, request.planned, self.token_budget)
+
+    def protected(self, stream: Request, step_s: float, start: float) -> float:
+        """When its next token has to come: its deadline, unless it can never catch up with that.
+
+        Each step without prompts gains gamma x TPOT - `step_s`; it may do so until its longest possible end.
+        """
+        due = self.deadline(stream)
+        late = start + step_s - due
+        if late <= 0:
+            return due
+        tpot_s = stream.spec.targets.tpot_s
+        left = stream.limit - len(stream.tokens) - stream.draws_in_flight
+        if late <= left * (self.gamma * tpot_s - step_s):
+            return due
+        last = stream.last_token if stream.last_token is not None else start
+        return last + LATE_GAP * max(tpot_s, step_s)
+
+    # ------------------------------------------------------------------------------------------------- shares
+
+    def urgency(self, request: Request, cost: CostModel, now: float) -> tuple[bool, float, float, int]:
+        """A sort key: least slack first, those that will be late anyway last and by age."""
+        slack = self.slack(request, cost, now)
+        return (slack < 0, slack if slack >= 0 else 0.0, *request.order)
+
+    def shares(self, streams: Sequence[Request], prompts: Sequence[Request], cost: CostModel, now: float) -> Shares:
+        """For the next step, which starts at `now`. `streams`: those that decode; `prompts`: those that do not yet."""
+        if not prompts:
+            return Shares()
+        order = sorted(prompts, key=lambda prompt: self.urgency(prompt, cost, now)) if len(prompts) > 1 else prompts
+        room = max(0, self.token_budget - len(streams))
+        if not streams:
+            return Shares(self._with_the_patient(_fill(order, room), prompts, room))
+        alone = rows(streams)
+        alone_s = cost.sums_s(alone)
+        ends = min(self.protected(stream, alone_s, now) for stream in streams)
+        chunks, mixed = self._within(order, alone, room, ends - now, cost)
+        if chunks and self.eta and self.gain(mixed, alone, cost) < self.eta:
+            chunks, _ = self._within(order, NOTHING, self.token_budget, ends - now - alone_s, cost)
+            if chunks and not self._patient(prompts, chunks):
+                return Shares(chunks, decodes=False)
+            chunks = {}
+        return Shares(self._with_the_patient(chunks, prompts, room))
+
+    def gain(self, mixed: Sums, alone: Sums, cost: CostModel) -> float:
+        """Seconds of prefill alone that the chunks of a step save, for each second that they add to it."""
+        tokens, squares = mixed.tokens - alone.tokens, mixed.squares - alone.squares
+        saved = tokens * token_s(cost, self.token_budget) + cost.a * squares
+        added = cost.sums_s(mixed) - cost.sums_s(alone)
+        return saved / added if added > 0 else float("inf")
+
+    def _within(
+        self, order: Sequence[Request], beside: Sums, room: int, seconds: float, cost: CostModel
+    ) -> tuple[dict[int, int], Sums]:
+        """As much of the prompts, in this order, as a step of `seconds` holds. No chunk smaller than a page."""
+        chunks: dict[int, int] = {}
+        step = beside
+        for prompt in order:
+            most = min(prompt.remaining, room)
+            least = min(self.page_size, prompt.remaining)
+            if most < least:
+                break
+            count = cost.chunk_within(step, prompt.planned, most, seconds)
+            if count >= least:
+                chunks[prompt.key] = count
+                step = step.chunk(prompt.planned, count)
+                room -= count
+            if count < most:
+                break
+        return chunks, step
+
+    def _with_the_patient(self, chunks: dict[int, int], prompts: Sequence[Request], room: int) -> dict[int, int]:
+        starving = self._patient(prompts, chunks)
+        if starving is None or not room:
+            return chunks
+        return _trim(chunks, starving.key, min(self.page_size, starving.remaining, room), room)
+
+    def _patient(self, prompts: Sequence[Request], chunks: dict[int, int]) -> Request | None:
+        """The oldest prompt, if it has waited long enough to be served in any case, and is not."""
+        oldest = min(prompts, key=lambda prompt: prompt.order)
+        return oldest if oldest.passed >= PATIENCE and oldest.key not in chunks else None
+
+
+def rows(streams: Sequence[Request]) -> Sums:
+    """A step in which these decode."""
+    return NOTHING.rows(len(streams), sum(stream.planned + 1 for stream in streams))
+
+
+def token_s(cost: CostModel, token_budget: int) -> float:
+    """Seconds for each prompt token in a full step of nothing else, attention to what is before it left out."""
+    return (cost.h + cost.linear_s(token_budget)) / token_budget
+
+
+def prefill_s(cost: CostModel, tokens: int, start: int, token_budget: int) -> float:
+    """Seconds for `tokens` of a prompt after `start`, in steps of nothing else."""
+    return tokens * token_s(cost, token_budget) + cost.a * tokens * (2 * start + tokens)
+
+
+def _fill(order: Sequence[Request], room: int) -> dict[int, int]:
+    chunks: dict[int, int] = {}
+    for prompt in order:
+        if room <= 0:
+            break
+        chunks[prompt.key] = min(prompt.remaining, room)
+        room -= chunks[prompt.key]
+    return chunks
+
+
+def _trim(chunks: dict[int, int], first: int, count: int, room: int) -> dict[int, int]:
+    """`count` for the `first`, and the others as far as `room` goes."""
+    trimmed, left = {first: count}, room - count
+    for key, wanted in chunks.items():
+        if left > 0:
+            trimmed[key] = min(wanted, left)
+            left -= trimmed[key]
+    return trimmed
