@@ -1,0 +1,38 @@
+"""What the attention kernels are compiled for: numbers of heads, their size, the page, the window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+LOG2_E = math.log2(math.e)
+"""Scores are scaled by this too, for 2 ** x is one instruction and e ** x is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """`window`: keys that a token sees, its own counted; 0: all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    window: int = 0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def dim(self) -> int:
+        """`head_dim` as blocks have it: a power of two, at least what a matrix product takes."""
+        return max(16, triton.next_power_of_2(self.head_dim))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Of products: float32 is not rounded to tensor cores' shorter form, for it is what equality is tested in."""
+    return "ieee" if dtype == torch.float32 else "tf32"
