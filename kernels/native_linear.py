@@ -6,7 +6,7 @@ makes a `Linear` that reads it there, in as many processes as the memory is mapp
 `Packer`, in memory of this process alone. The plain weight is not kept; packed memory lives as long as a `Linear` that
 reads it.
 
-The reference is `torch.nn.functional.linear`, for int8 on the weights and rows that `quantised` returns.
+The reference is `torch.nn.functional.linear`, for int8 on what `quantised` and `quantised_weight` return.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PANEL = 32
 """Columns of a panel; of `cpu/gemm.h`, as are these."""
 GROUP = 64
 """Inputs that share a scale in int8."""
+CHOICES = 24
+"""Scales that are tried for a group of a weight."""
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2
 NUMBERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
@@ -191,15 +193,39 @@ def _declare(native: Native) -> None:
         function.argtypes, function.restype = [c_int64], c_int64
 
 
-def quantised(x: Tensor, round_scale: bool = False) -> Tensor:
-    """What int8 makes of `x` [rows, in], as float64: the reference. `round_scale`: as a weight's are, to bfloat16.
+def quantised(x: Tensor) -> Tensor:
+    """What int8 makes of rows `x` [rows, in], as float64: the reference.
 
-    In groups of 64 inputs, symmetric, the largest magnitude to 127; a scale is rounded up.
+    In groups of 64 inputs, symmetric, the largest magnitude to 127.
     """
-    groups = functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+    groups = _groups(x)
     scale = groups.abs().amax(2, keepdim=True) / 127
-    if round_scale:
-        scale = ((scale.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
-    whole = (groups * (1 / scale).nan_to_num(posinf=0.0)).round()  # the inverse is rounded too
-    near: Tensor = (whole.double() * scale.double()).view(len(x), -1)
-    return near[:, : x.shape[1]]
+    return _near(groups, scale).view(len(x), -1)[:, : x.shape[1]]
+
+
+def quantised_weight(weight: Tensor) -> Tensor:
+    """What int8 makes of `weight` [out, in], as float64: the reference.
+
+    As for rows, with scales in bfloat16: of those from the largest magnitude / 127, rounded up, downwards, the one
+    whose weights are nearest to the true ones.
+    """
+    groups = _groups(weight)
+    largest = groups.abs().amax(2, keepdim=True) / 127
+    bits = largest.view(torch.int32) + 0xFFFF >> 16
+    best = _near(groups, largest)
+    least = torch.full_like(best[..., :1], torch.inf)
+    for n in range(CHOICES):
+        near = _near(groups, (bits - n << 16).view(torch.float32))
+        found = (groups - near.float()).double().square().sum(2, keepdim=True)
+        best, least = torch.where(found < least, near, best), torch.minimum(found, least)
+    return best.view(len(weight), -1)[:, : weight.shape[1]]
+
+
+def _groups(x: Tensor) -> Tensor:
+    return functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+
+
+def _near(groups: Tensor, scale: Tensor) -> Tensor:
+    """The nearest multiples of `scale` that int8 has, as float64; the inverse is rounded too."""
+    whole = (groups * (1 / scale).nan_to_num(posinf=0.0)).round().clamp(-128, 127)
+    return whole.double() * scale.double()

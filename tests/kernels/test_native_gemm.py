@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cbdisagg_kernels.native import Native
-from cbdisagg_kernels.native_linear import GROUP, NativeLinear, Packer, quantised
+from cbdisagg_kernels.native_linear import GROUP, NativeLinear, Packer, quantised, quantised_weight
 from torch import Tensor
 
 KINDS = ["float32", "bfloat16", "int8", "int8 of float32"]
@@ -37,7 +37,7 @@ def numbers(rows: int, columns: int, kind: str) -> Tensor:
 def expected(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     """In float64."""
     if kind.startswith("int8"):
-        return quantised(x) @ quantised(weight, round_scale=True).T
+        return quantised(x) @ quantised_weight(weight).T
     return x.double() @ weight.double().T
 
 
