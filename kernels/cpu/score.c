@@ -78,7 +78,7 @@ static float last_of_best(const float *x, int64_t vocab, int64_t count, float be
     }
     int64_t finite = 0;
     for (int lane = 0; lane < VW; lane++) finite += counted[lane];
-    return finite < count ? -INFINITY : cut_of(row, padded, -max_lanes(-least), best, (double)count, COUNT, spare);
+    return finite < count ? -INFINITY : cut_of(row, NULL, padded, -max_lanes(-least), best, (double)count, spare);
 }
 
 static void score_row(struct score *score, int64_t vocab, float *row, float *spare) {

@@ -42,15 +42,14 @@ INLINE int any_lane(ivec mask) {
 #endif
 }
 
-enum measure { COUNT, MASS }; /* of numbers x: how many, or the sum of e^x */
-
-/* Those of `x` from `pivot` on: what they measure, and the least; and the largest of the others, from `low` on. */
+/* Those of `x` from `pivot` on: how many, or where there are `weights` the sum of theirs, and the least of them; and the
+ * largest of the others, from `low` on. */
 struct cut {
     double above;
     float least, most;
 };
 
-INLINE struct cut cut_at(const float *x, int64_t count, float low, float pivot, const enum measure measure) {
+INLINE struct cut cut_at(const float *x, const float *weights, int64_t count, float low, float pivot) {
     vec least = splat(INFINITY), most = splat(-INFINITY);
     ivec counted = {0};
     dvec mass = {0};
@@ -59,20 +58,21 @@ INLINE struct cut cut_at(const float *x, int64_t count, float low, float pivot, 
         ivec above = v >= splat(pivot), below = (v < splat(pivot)) & (v >= splat(low));
         least = min_(least, select_(above, v, splat(INFINITY)));
         most = max_(most, select_(below, v, splat(-INFINITY)));
-        if (measure == COUNT)
+        if (weights)
+            mass = add_wide(mass, (vec)((ivec)load(weights + n) & above));
+        else
             counted -= above;
-        else if (any_lane(above))
-            mass = add_wide(mass, (vec)((ivec)exp_(v) & above));
     }
     struct cut cut = {sum_wide(mass), -max_lanes(-least), max_lanes(most)};
-    if (measure == COUNT)
+    if (!weights)
         for (int lane = 0; lane < VW; lane++) cut.above += counted[lane];
     return cut;
 }
 
-/* Those of `x` from `low` to `high`, in order, to `to`, which may be `x`; filled up to a whole vector with -inf. Returns
- * their count with the filling. */
-INLINE int64_t keep_between(const float *x, int64_t count, float low, float high, float *to) {
+/* Those of `x` from `low` to `high`, in order, to `to`, which may be `x`, filled up to a whole vector with -inf; and their
+ * weights behind, `apart` further, if there are any. Returns their count with the filling. */
+INLINE int64_t keep_between(const float *x, const float *weights, int64_t count, float low, float high, float *to,
+                            int64_t apart) {
     int64_t kept = 0;
 #if CBD_AVX512
     for (int64_t n = 0; n < count; n += VW) {
@@ -81,12 +81,15 @@ INLINE int64_t keep_between(const float *x, int64_t count, float low, float high
                            _mm512_cmp_ps_mask(v, _mm512_set1_ps(high), _CMP_LE_OQ);
         if (!inside) continue;
         _mm512_storeu_ps(to + kept, _mm512_maskz_compress_ps(inside, v));
+        if (weights)
+            _mm512_storeu_ps(to + apart + kept, _mm512_maskz_compress_ps(inside, (__m512)load(weights + n)));
         kept += __builtin_popcount(inside);
     }
 #else
     for (int64_t n = 0; n < count; n++) {
-        float v = x[n];
+        const float v = x[n];
         to[kept] = v;
+        if (weights) to[apart + kept] = weights[n];
         kept += (v >= low) & (v <= high);
     }
 #endif
@@ -112,22 +115,23 @@ INLINE float halfway(float low, float high, int by_place) {
     return value > low ? value : high; /* -0 is not above 0 */
 }
 
-/* The largest t such that those of `x` from t on measure `wanted` or more; the least, if all together do not. The least
- * and the largest that count are `low` and `high`, both finite; nothing is above `high`. `count` is a multiple of VW;
- * `spare` has room for as many. */
-INLINE float cut_of(const float *x, int64_t count, float low, float high, double wanted, const enum measure measure,
+/* The largest t such that those of `x` from t on are `wanted` or more, or weigh that where there are `weights`; the least
+ * of them if all together do not. `low` and `high` are the least and the largest that count, both finite; nothing is
+ * above `high`. `count` is a multiple of VW; `spare` has room for as many, and for their weights. */
+INLINE float cut_of(const float *x, const float *weights, int64_t count, float low, float high, double wanted,
                     float *spare) {
+    const int64_t apart = count;
     for (int turn = 0; low < high; turn++) {
-        float pivot = halfway(low, high, turn & 1);
-        struct cut cut = cut_at(x, count, low, pivot, measure);
+        struct cut cut = cut_at(x, weights, count, low, halfway(low, high, turn & 1));
         if (cut.above >= wanted) {
             low = cut.least;
         } else {
             wanted -= cut.above;
             high = cut.most;
         }
-        count = keep_between(x, count, low, high, spare);
+        count = keep_between(x, weights, count, low, high, spare, apart);
         x = spare;
+        if (weights) weights = spare + apart;
     }
     return high;
 }

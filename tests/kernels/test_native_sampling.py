@@ -99,7 +99,7 @@ ADJUSTED: list[dict[str, Any]] = [
 def test_all_filters_after_all_penalties(sampler: NativeSampler, temperature: float) -> None:
     logits = spread(len(FILTERS) * len(ADJUSTED), 700)
     kinds = [filters | adjusted for filters in FILTERS for adjusted in ADJUSTED]
-    for seed in range(4):
+    for seed in range(2):
         check(
             sampler,
             logits,
@@ -140,7 +140,7 @@ EDGES: dict[str, Callable[[int], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:overflow")  # the reference's, far below the best
 @pytest.mark.parametrize("edge", EDGES)
 def test_edges(sampler: NativeSampler, edge: str) -> None:
-    for temperature in (1e-5, 0.7, 1.0, 100.0):
+    for temperature in (1e-5, 0.7, 100.0):
         samplings = [Sampling(max_tokens=9, temperature=temperature, seed=n, **kind) for n, kind in enumerate(FILTERS)]
         check(sampler, EDGES[edge](5000).expand(len(samplings), -1).contiguous(), samplings)
 
