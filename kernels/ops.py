@@ -1,8 +1,8 @@
 """The operators that a model is made of: one set for each kind of device, chosen once, when a worker starts.
 
 Knows which implementation suits a device and a dtype: on a CPU the C kernels of cpu/ where they can be compiled, else
-torch's operators. A faster kernel is one new file beside the others and one line in `select`; the model calls what it
-is given.
+torch's operators; on an NVIDIA GPU Triton's kernels of gpu/. A faster kernel is one new file beside the others and one
+line in `select`; the model calls what it is given.
 """
 
 from __future__ import annotations
@@ -51,8 +51,14 @@ def select(device: torch.device, dtype: torch.dtype, native_path: bool = True, q
     `native_path`: the C kernels, where they can be had. `quantised`: weights in int8, which needs them. Raises
     ValueError if there are no such operators.
     """
+    if device.type == "cuda":
+        if quantised:
+            raise ValueError("weights in int8 need the C kernels, which are for the CPU")
+        from cbdisagg_kernels.gpu.ops import triton_ops  # Triton takes a second to import, and is not for CPUs
+
+        return triton_ops(device)
     if device.type != "cpu":
-        raise ValueError(f"no operators for device {device}: this build runs on cpu")
+        raise ValueError(f"no operators for device {device}: there are some for cpu and cuda")
     library = native() if native_path and dtype in (torch.float32, torch.bfloat16) else None
     if library is not None:
         return _native(library, quantised)

@@ -7,7 +7,7 @@ the order given. Everything it derives (block tables, penalty counts) is a funct
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from cbdisagg.messages import Push, StepPlan, StepResult
 
@@ -23,4 +23,16 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan, push: PushLayer) -> StepResult:
         """Apply the plan's delta, compute its slices, draw. Any exception is a bug and ends the worker."""
+        ...
+
+
+@runtime_checkable
+class Launcher(Runner, Protocol):
+    """A runner whose device works while the host goes on: one plan may be launched while another is under way."""
+
+    def launch(self, plan: StepPlan, push: PushLayer) -> Callable[[], StepResult]:
+        """Queue a step; the result waits for it. Waits are called once each, in order, from one other thread.
+
+        `push` is called when a layer's pages will be final in the order of the device's queue, not when they are.
+        """
         ...

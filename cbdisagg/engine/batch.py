@@ -9,20 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from cbdisagg_kernels.self_attention import SelfAttention, positions_of
+from cbdisagg_kernels.self_attention import positions_of
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cbdisagg.engine.slots import Slots
 from cbdisagg.messages import Slice
 
 
+class Planner(Protocol):
+    """A `SelfAttention`, or whoever lays a step out for one that is elsewhere."""
+
+    def plan(self, segments: NDArray[np.int32], pages: NDArray[np.int32]) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens. `ids`, `positions` int32 [rows]; `attention`: the plan of the model's `SelfAttention`.
+    """One step's tokens. `ids`, `positions` int32 [rows]; `attention`: what the `Planner` has made of it.
 
     `outputs` int64: rows that the head is asked for, those that draw first; None if it is all rows in their order.
     `draws`: the number in the plan of the slice that draws from each of the first outputs. `scores`: (number in the
@@ -37,7 +44,7 @@ class Batch:
     scores: list[tuple[int, int, int]]
 
 
-def make_batch(slices: Sequence[Slice], slots: Slots, attention: SelfAttention[Any]) -> Batch:
+def make_batch(slices: Sequence[Slice], slots: Slots, attention: Planner) -> Batch:
     """Raises ValueError if a slice is empty, or names tokens or pages that its slot does not have."""
     for part in slices:
         _check(part, slots)

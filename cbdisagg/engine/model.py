@@ -34,7 +34,7 @@ class Decoder:
     ) -> None:
         self.spec, self.ops, self.pool, self.dtype = spec, ops, pool, pool.dtype
         self.activate = ops.silu_mul if spec.activation == "silu_mul" else ops.relu
-        self.embedding = weights.embed
+        self.embedding = weights.embed.to(pool.device)
         self.project_in = linears[weights.project_in.name] if weights.project_in else None
         self.layers = [self._layer(layer, linears) for layer in weights.layers]
         self.product_weights = sum(_weights(layer) for layer in weights.layers)  # in all layers, for who measures
@@ -48,7 +48,7 @@ class Decoder:
                 rotation = Rotation(torch.tensor(frequencies), scaling, max_len)
             case Learned(offset):
                 assert weights.positions is not None
-                self.position_table = weights.positions[offset : offset + max_len].to(self.dtype)
+                self.position_table = weights.positions[offset : offset + max_len].to(pool)
         shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, pool.shape[4], self.dtype, rotation)
         self.attention = ops.attention(shape)
         stack = Stack(self.layers, self.attention, pool, spec.activation, spec.norm_first)
@@ -117,8 +117,8 @@ class Decoder:
         )
 
     def _norm(self, affine: Affine) -> Norm:
-        weight = None if affine.weight is None else affine.weight.to(self.dtype)
-        bias = None if affine.bias is None else affine.bias.to(self.dtype)
+        weight = None if affine.weight is None else affine.weight.to(self.pool)
+        bias = None if affine.bias is None else affine.bias.to(self.pool)
         return Norm(self.spec.norm, weight, bias, self.spec.norm_eps)
 
 

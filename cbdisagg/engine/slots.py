@@ -1,7 +1,8 @@
 """The sequences that a runner holds: their token ids, their pages, and how each draws.
 
-Knows slots by number. Life cycle of a slot: admit, then grow and append any number of times, then release. What stands
-here is a function of prompt, output and sampling, so a moved or preempted sequence is rebuilt by admitting it anew.
+Knows slots by number. Life cycle of a slot: admit, then grow and append (on a device: expect, and later settle) any
+number of times, then release. What stands here is a function of prompt, output and sampling, so a moved or preempted
+sequence is rebuilt by admitting it anew.
 """
 
 from __future__ import annotations
@@ -64,6 +65,16 @@ class Slots:
         self.ids[slot, held.length] = token
         held.length += 1
         held.drawer.observe(token)
+
+    def expect(self, slot: int) -> None:
+        """A token that a device is drawing joins the slot's ids, as -1 - slot until it is known."""
+        held = self.held[slot]
+        self.ids[slot, held.length] = -1 - slot
+        held.length += 1
+
+    def settle(self, slot: int, place: int, token: int) -> None:
+        """The id of a token that was expected at `place`."""
+        self.ids[slot, place] = token
 
     def release(self, slot: int) -> None:
         del self.held[slot]

@@ -27,7 +27,7 @@ MOST_SPLITS = 32
 class Tuning:
     """`keys`: attended at once. `warps`, `stages`: of the compiled kernel.
 
-    Of four stages one fetches page numbers and two hold keys and values on their way.
+    Of five stages two hold keys and values on their way, as the compiler lays out loads whose addresses are loaded.
     """
 
     keys: int
@@ -38,7 +38,7 @@ class Tuning:
 def tuning(dim: int, itemsize: int) -> Tuning:
     """What fits the shared memory of every target: two blocks of keys and values take 64 KiB at most."""
     keys = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 512 else 16
-    return Tuning(keys, warps=4, stages=4)
+    return Tuning(keys, warps=4, stages=5)
 
 
 def splits_for(sequences: int, kv_heads: int) -> int:

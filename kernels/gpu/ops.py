@@ -43,5 +43,6 @@ def triton_ops(device: torch.device) -> Ops:
         gelu=gelu,
         argmax=argmax,
         fuse=lambda stack: TritonLayers(stack) if can_fuse(stack) else None,
+        sampling=None,
         packer=None,
     )

@@ -36,7 +36,7 @@ def tuning(dim: int, itemsize: int) -> Tuning:
     if dim <= 64:
         return Tuning(rows=128, keys=64, warps=4, stages=3)
     if dim <= 128:
-        return Tuning(rows=128, keys=64, warps=8, stages=2)
+        return Tuning(rows=128, keys=64, warps=8, stages=3)
     return Tuning(rows=64, keys=32, warps=4, stages=2)
 
 

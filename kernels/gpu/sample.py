@@ -195,13 +195,11 @@ def invert(
     return found
 
 
-def draw(logits: Tensor, draws: Draws, scratch: Tensor) -> Tensor:
-    """`logits` float32 [rows, vocab], columns contiguous -> the drawn ids, int32 [rows].
-
-    `scratch`: float32, at least rows * vocab elements, overwritten.
-    """
+def draw(logits: Tensor, draws: Draws) -> Tensor:
+    """`logits` float32 [rows, vocab], columns contiguous -> the drawn ids, int32 [rows]. Takes rows * vocab floats."""
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    scratch = torch.empty(rows * vocab, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocab))
     draw_rows[(rows,)](
         logits,

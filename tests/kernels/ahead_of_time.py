@@ -1,4 +1,4 @@
-"""Compiles what the launchers of the Triton kernels pick, for GPUs that are not there, and prints one JSON line for each.
+"""Compiles what the launchers of the Triton kernels pick, for GPUs that are not there; one JSON line for each kernel.
 
 A program of its own, for in a process whose kernels are interpreted nothing can be compiled. Launchers run as they are,
 on CPU tensors; a stub in place of the driver says which GPU it would be, and each launch ends when it is compiled.
@@ -31,11 +31,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-LIKELY = [
-    (Heads(32, 8, 128, 16), torch.bfloat16),  # Llama 3.1 8B
-    (Heads(40, 40, 128, 16), torch.float16),  # OPT 13B
-    (Heads(9, 3, 64, 16), torch.bfloat16),  # SmolLM2 135M
-]
+LLAMA_8B, OPT_13B, SMOLLM2 = Heads(32, 8, 128, 16), Heads(40, 40, 128, 16), Heads(9, 3, 64, 16)
 
 
 class StubDriver:
@@ -56,9 +52,10 @@ class StubDriver:
 
 def cases(all_of_them: bool) -> Iterator[tuple[Heads, torch.dtype, tuple[int, ...]]]:
     """Heads, dtype, and into how many shares contexts are divided."""
-    for heads, dtype in LIKELY:
-        yield heads, dtype, (1, 8)
+    yield LLAMA_8B, torch.bfloat16, (1, 8)
     if all_of_them:
+        yield OPT_13B, torch.float16, (1, 8)
+        yield SMOLLM2, torch.bfloat16, (1, 32)
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         for dim, page, group, window, dtype in product(
             (64, 80, 96, 128, 256), (8, 16, 64), (1, 4, 8), (0, 512), dtypes
@@ -91,7 +88,7 @@ def launch_rest(dtype: torch.dtype, hidden: int, inner: int, vocab: int) -> None
     logits = torch.zeros(16, vocab)
     sample.argmax(logits)
     ints, floats = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
-    sample.draw(logits, sample.Draws(*[floats] * 3, *[ints] * 5), torch.zeros(16 * vocab))
+    sample.draw(logits, sample.Draws(*[floats] * 3, *[ints] * 5))
 
 
 def resources(cubin: bytes) -> dict[str, int]:

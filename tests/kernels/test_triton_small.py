@@ -81,7 +81,7 @@ def draws_of(samplings: list[Sampling], positions: list[int]) -> sample.Draws:
 
 
 def drawn(logits: Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
-    return sample.draw(logits, draws_of(samplings, positions), torch.empty(logits.numel())).tolist()
+    return sample.draw(logits, draws_of(samplings, positions)).tolist()
 
 
 def on_the_host(logits: Tensor, samplings: list[Sampling], positions: list[int]) -> list[int]:
