@@ -38,10 +38,9 @@ CONCURRENCY = 16
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How every server is asked: `places` requests at once, `rounds` times, after `warm_up` that do not count."""
+    """How every server is asked: `places` requests at once, after `warm_up` that do not count."""
 
     places: int
-    rounds: int
     warm_up: int
     ignore_eos: bool
     api_key: str
@@ -104,14 +103,15 @@ def load(
     """
     _check_files(out, plot)
     wanted = _requests(file, requests, rate, burst, prompt_tokens, output_tokens, seed)
-    asks = fill(wanted, vocab, seed, as_text=text)
+    # New prompts in each round, or caches would answer; the last ones warm up.
+    asks, *others = (fill(wanted, vocab, seed + n, as_text=text) for n in range(rounds + 1))
     aims = Aims(ttft_ms, tpot_ms)
     places = concurrency or (len(asks) if rate or any(ask.arrival_s for ask in asks) else CONCURRENCY)
     servers = [uvloop.run(find(name, url, model, api_key)) for name, url in map(named, urls)]
     check_lengths(asks, servers)
-    turns = Turns(places, rounds, warm_up, ignore_eos, api_key)
+    turns = Turns(places, warm_up, ignore_eos, api_key)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        runs = uvloop.run(_take_turns(servers, asks, turns, progress))
+        runs = uvloop.run(_take_turns(servers, [asks, *others], turns, progress))
     setting = {"concurrency": places, "rate": rate, "seed": seed, "rounds": rounds, "machine": platform.processor()}
     if out is not None:
         out.write_text(json.dumps(_told(servers, runs, aims, setting, each=True)), encoding="utf-8")
@@ -169,15 +169,22 @@ def _check_files(out: Path | None, plot: Path | None) -> None:
 # --------------------------------------------------------------------------------------------------------- the runs
 
 
-async def _take_turns(servers: Sequence[Server], asks: Sequence[Ask], turns: Turns, progress: Progress) -> list[Runs]:
+async def _take_turns(
+    servers: Sequence[Server], rounds: Sequence[Sequence[Ask]], turns: Turns, progress: Progress
+) -> list[Runs]:
+    """Each round's requests to each server; the last round's are there to warm up with."""
     runs = [Runs() for _ in servers]
-    options = {"ignore_eos": turns.ignore_eos, "api_key": turns.api_key}
-    first = [replace(ask, arrival_s=0.0) for ask in asks[: turns.warm_up]]
+
+    async def ask(server: Server, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
+        return await run(
+            server.url, server.model, asks, turns.places, progress, ignore_eos=turns.ignore_eos, api_key=turns.api_key
+        )
+
     for server in servers:
-        await run(server.url, server.model, first, turns.places, progress, **options)
-    for _ in range(turns.rounds):
+        await ask(server, [replace(each, arrival_s=0.0) for each in rounds[-1][: turns.warm_up]])
+    for asks in rounds[:-1]:
         for server, taken in zip(servers, runs, strict=True):
-            answers, seconds = await run(server.url, server.model, asks, turns.places, progress, **options)
+            answers, seconds = await ask(server, asks)
             taken.answers.append(answers)
             taken.seconds.append(seconds)
     return runs

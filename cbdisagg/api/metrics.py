@@ -7,12 +7,20 @@ with n choices counts n times. One instance per process; it is scraped, it never
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 
 from cbdisagg.api.choice import Choice
 from cbdisagg.api.totals import Rising, WorkerTotals
@@ -37,7 +45,8 @@ class Metrics:
         self._registry.register(self._workers)
         self._registry.register(self._window)
         self._ttft = self._histogram("time_to_first_token_seconds", "From the request to its first token.", _SECONDS)
-        self._gap = self._histogram("inter_token_latency_seconds", "Between two tokens of a sequence.", _SECONDS)
+        self._gap = GapHistogram("inter_token_latency_seconds", "Between two tokens of a sequence.")
+        self._registry.register(self._gap)
         self._tpot = self._histogram(
             "request_time_per_output_token_seconds", "Mean time between a sequence's tokens, after the first.", _SECONDS
         )
@@ -66,9 +75,7 @@ class Metrics:
 
     def gap(self, seconds: float, tokens: int) -> None:
         """`tokens` came together, `seconds` after the ones before them."""
-        each = seconds / tokens
-        for _ in range(tokens):
-            self._gap.observe(each)
+        self._gap.observe(seconds / tokens, tokens)
 
     def finished(self, choice: Choice) -> None:
         """A sequence has ended well."""
@@ -105,6 +112,24 @@ class Metrics:
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"cbdisagg:{name}", help, buckets=buckets, registry=self._registry)
+
+
+class GapHistogram:
+    """A histogram that is observed for every token: a list and a bisection cost a fifth of the library's own."""
+
+    def __init__(self, name: str, help: str) -> None:
+        self._name, self._help = f"cbdisagg:{name}", help
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int) -> None:
+        self._counts[bisect_left(_SECONDS, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(str, _SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._help, buckets, self._sum)
 
 
 class AttainmentWindow:

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from cbdisagg.api.access import ACCESS, CLIENT_CLOSED
 from cbdisagg.api.choice import Choice, Piece
-from cbdisagg.api.client import RequestRejected, StreamFailed
+from cbdisagg.api.client import RequestRejected, StreamFailed, Update
 from cbdisagg.api.errors import INTERNAL, JSON, error_json, from_stream
 from cbdisagg.api.metrics import Metrics
 from cbdisagg.api.schemas_requests import StreamOptions
@@ -79,18 +79,32 @@ async def respond_stream(
     with_usage = bool(options.include_usage)
     always_usage = with_usage and bool(options.continuous_usage_stats)
 
+    def events_of(choice: Choice, update: Update, *, first: bool) -> bytes:
+        _measure(choice, len(update.ids), metrics)
+        pieces = choice.take(update, coalesce=stream.lagging or len(update.ids) > LAG_TOKENS)
+        events = form.opening(choice) if first else b""
+        for piece in pieces:
+            events += form.events(choice, piece, usage_of(choices) if always_usage else None)
+        return events
+
     async def pump(choice: Choice) -> None:
-        opened = False
+        """The first tokens and the last, and those that find the connection full, take turns with everything else; the
+        others go out where they come in.
+        """
+
+        def express(update: Update) -> bool:
+            if not stream.flows:
+                return False
+            if events := events_of(choice, update, first=False):
+                stream.put(events)
+            return True
+
         async for update in choice.stream:
-            _measure(choice, len(update.ids), metrics)
-            pieces = choice.take(update, coalesce=stream.lagging or len(update.ids) > LAG_TOKENS)
-            events, opened = b"" if opened else form.opening(choice), True
-            for piece in pieces:
-                events += form.events(choice, piece, usage_of(choices) if always_usage else None)
-            if events:
+            if events := events_of(choice, update, first=choice.stream.express is None):
                 await stream.send(events)
             if choice.finish_reason is not None:
                 break
+            choice.stream.express = express
         _finished(choice, metrics)
 
     async def answer() -> None:

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from cbdisagg.messages import Accepted, Address, Finish, Generate, Logprobs, TokenRun
 
 CancelReason: TypeAlias = Literal["stop", "disconnect", "error", "stale"]
-
+Express: TypeAlias = "Callable[[Update], bool]"
+"""Takes tokens at once, or says that it cannot now."""
 
 ID_BYTES = 4
 
@@ -55,6 +56,10 @@ class Update:
 class Stream:
     """Iterate to read; raises RequestRejected or StreamFailed. One reader at a time.
 
+    While its reader waits, tokens go to `express` if it has set one: called where they arrive, it saves the reader a
+    turn of the loop for each of them. What it cannot take, the end of the stream, and an exception that it raises go to
+    the reader.
+
     `output` holds all tokens received, read or not. `worker` has accepted the current submission; `heard` says that an
     answer to it has come, `parked` that it waits to be submitted; `deaths` counts workers lost since the last token.
     `lost_at`: since when nobody is known to go on with it, None while somebody is, or while it is first asked for.
@@ -73,13 +78,14 @@ class Stream:
         self.output = array("i")
         self.has_prompt_logprobs = False
         self.ended = False
+        self.express: Express | None = None
         self._cancel = cancel
         self._hops = 0
         self._resumes_at = 0
         self._has_spoken = False
         self._early: dict[int, TokenRun] = {}
         self._unread: list[TokenRun] = []
-        self._error: RequestRejected | StreamFailed | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -200,8 +206,24 @@ class Stream:
         return replace(run, finish=replace(finish, cached_tokens=cached))
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():
+            return
+        if self.express is None or self.ended or not self._unread or not self._goes_by(self.express):
             self._waiter.set_result(None)
+
+    def _goes_by(self, express: Express) -> bool:
+        """Whether what is unread has been taken."""
+        runs = self._unread
+        try:
+            if express(self._read()):
+                return True
+        except (
+            Exception
+        ) as error:  # the edge of one reader, in a turn that all share: it is raised where that one waits
+            self._error = error
+            return False
+        self._unread = runs
+        return False
 
 
 def _without(run: TokenRun, first: int) -> TokenRun:
