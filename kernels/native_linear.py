@@ -26,8 +26,8 @@ PANEL = 32
 """Columns of a panel; of `cpu/gemm.h`, as are these."""
 GROUP = 64
 """Inputs that share a scale in int8."""
-CHOICES = 24
-"""Scales that are tried for a group of a weight."""
+ABOVE, BELOW = 32, 8
+"""Steps of bfloat16 around the scale that just clips nothing: those are tried for a group of a weight."""
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2
 NUMBERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
@@ -206,16 +206,16 @@ def quantised(x: Tensor) -> Tensor:
 def quantised_weight(weight: Tensor) -> Tensor:
     """What int8 makes of `weight` [out, in], as float64: the reference.
 
-    As for rows, with scales in bfloat16: of those from the largest magnitude / 127, rounded up, downwards, the one
-    whose weights are nearest to the true ones.
+    As for rows, with scales in bfloat16: of those around the largest magnitude / 127 the one whose weights are nearest
+    to the true ones.
     """
     groups = _groups(weight)
     largest = groups.abs().amax(2, keepdim=True) / 127
     bits = largest.view(torch.int32) + 0xFFFF >> 16
-    best = _near(groups, largest)
+    best = _near(groups, largest)  # of zeros, for which no other is nearer
     least = torch.full_like(best[..., :1], torch.inf)
-    for n in range(CHOICES):
-        near = _near(groups, (bits - n << 16).view(torch.float32))
+    for n in range(ABOVE, -BELOW - 1, -1):
+        near = _near(groups, (bits + n << 16).view(torch.float32))
         found = (groups - near.float()).double().square().sum(2, keepdim=True)
         best, least = torch.where(found < least, near, best), torch.minimum(found, least)
     return best.view(len(weight), -1)[:, : weight.shape[1]]

@@ -7,11 +7,13 @@
  * Layout of a panel (gemm.h), for each group: [16 steps of 128 bytes][32 scales in bfloat16]. vpdpbusd multiplies
  * unsigned by signed bytes, so a weight is kept as w + 128, and 128 times the group's sum of x is taken off again.
  * A weight's scales are bfloat16: of the numbers around the largest magnitude / 127 the one whose weights are nearest to
- * the true ones (least squares), which may clip the largest.
+ * the true ones (least squares).
  *
  * Layout of a quantised row, for each group: [64 int8][float scale][int32: MAGIC - 128 times the sum of the 64].
  */
 #include "gemm_vector.h"
+
+#include <math.h>
 
 /* As the bits of a float, 1.5 * 2^23, around which floats are 1 apart. So integers below 2^22 that are added to the bits
  * are added to the float, and the other way round: an integer is converted by an addition. A group's sum is below 2^20,
@@ -228,7 +230,10 @@ struct packing {
     int number;
 };
 
-enum { CHOICES = 24 }; /* of a scale, downwards: bfloat16 has steps of 0.4 to 0.8 %, so this is 9 to 17 % */
+/* Scales that are tried: so many steps of bfloat16, of 0.4 to 0.8 %, above the one that just clips nothing, and below it.
+ * Clipping more hardly ever pays; larger ones do where weights lie on a grid of their own, as those do that were once
+ * stored in four bits. */
+enum { ABOVE = 32, BELOW = 8 };
 
 /* x over the scale, to the nearest integers that a packed weight can be. */
 INLINE void round_weights(const floats *x, float scale, ints *out) {
@@ -259,10 +264,10 @@ static bf16 choose_scale(const floats *x) {
     const float wanted = scale_of(x);
     uint32_t bits;
     memcpy(&bits, &wanted, sizeof bits);
-    bf16 best = (bf16)((bits + 0xffff) >> 16); /* up, so that none is clipped */
+    bf16 best = (bf16)((bits + 0xffff) >> 16);
     if (!(wanted > 0)) return best;
-    double least = distance(x, from_bf16(best));
-    for (bf16 scale = best - 1, last = best - CHOICES; scale > last; scale--) {
+    double least = INFINITY;
+    for (bf16 scale = best + ABOVE, last = best - BELOW - 1; scale > last; scale--) {
         double found = distance(x, from_bf16(scale));
         if (found < least) least = found, best = scale;
     }
