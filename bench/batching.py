@@ -1,56 +1,41 @@
 """The article's experiment, again and explained: `cbdisagg bench batching`.
 
 Static against continuous against paged against disaggregated batching, with the same model code, kernels and KV pool.
-This module knows the command line and the order of the parts: throughput of a burst, latency under Poisson arrivals,
-tails; then what must hold, the pictures and the report. The parts themselves are in batching_*.py and pictures/.
+This module knows the command line: what is asked, what is refused before anything runs, what is printed. The order of
+the work is in batching_measure.py, its parts in the other batching_*.py and in pictures/.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-import msgspec
 import typer
-from cbdisagg_bench.batching_checks import checks
-from cbdisagg_bench.batching_company import QUIET, Company
-from cbdisagg_bench.batching_factors import factors
 from cbdisagg_bench.batching_golden import COLUMNS, FOUR, SEVEN, SLOTS, golden
-from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS, Latencies
+from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS
 from cbdisagg_bench.batching_lengths import SEED
-from cbdisagg_bench.batching_outcome import Report, origin, processor
-from cbdisagg_bench.batching_parts import Plan, virtual_latencies, virtual_tails, wall_latencies, wall_seconds
-from cbdisagg_bench.batching_run import Results, run_virtual, run_wall, workloads
+from cbdisagg_bench.batching_measure import measure
+from cbdisagg_bench.batching_outcome import Report
+from cbdisagg_bench.batching_parts import PARTS, Plan
 from cbdisagg_bench.batching_scales import SCALES, Scale
-from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
+from cbdisagg_bench.batching_systems import SYSTEMS
 from cbdisagg_bench.batching_theory import CAVEATS
 from cbdisagg_bench.options import at_least, chosen, numbers
 from cbdisagg_bench.pictures.grids import token_grid
 from cbdisagg_bench.pictures.terminal import bars, legend, side_by_side, slots_text, table
 from cbdisagg_bench.service import ServiceFailed
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cbdisagg.cli import fail
-from cbdisagg.config import Model
-from cbdisagg.core.profile import Profile
-from cbdisagg.prepare import prepare_model
-
-if TYPE_CHECKING:
-    from cbdisagg_bench.batching_wall import Lab
+from cbdisagg.config import ConfigError
 
 CLOCKS = ("virtual", "wall")
-PARTS = ("throughput", "latency", "tails")
-LOAD = 0.7
-"""Of the capacity of two replicas, for the tails."""
-QUICK_ARRIVALS = 20
+QUICK_ARRIVALS, QUICK_QPS, QUICK_FRACTIONS = 20, (4.0,), (0.8,)
 
 
 def batching(
@@ -61,7 +46,7 @@ def batching(
         str, typer.Option(help="a100, gpu (an H200) or cpu (an eighth). Default: a100; with --clock wall: cpu.")
     ] = "",
     parts: Annotated[
-        str, typer.Option(help="Comma-separated: throughput (always made), latency, tails (always virtual).")
+        str, typer.Option(help="Comma-separated: throughput, latency, tails (always by the virtual clock).")
     ] = ",".join(PARTS),
     systems: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SYSTEMS)}.")] = ",".join(SYSTEMS),
     caps: Annotated[str, typer.Option(help="Comma-separated largest output lengths. Default: the scale's.")] = "",
@@ -69,19 +54,26 @@ def batching(
         int, typer.Option(callback=at_least(0), help="Requests of the burst; 0: the scale's (1000, 128, 200).")
     ] = 0,
     arrivals: Annotated[
-        int, typer.Option(callback=at_least(0), help="Requests that arrive one by one; 0: the article's 100.")
+        int, typer.Option(callback=at_least(0), help="Requests that arrive one by one; 0: the scale's (100, 100, 40).")
     ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="40 requests in the burst, 20 that arrive one by one.")
+        bool, typer.Option("--quick", help="40 requests in the burst; 20 one by one, at 4 QPS and 0.8 of capacity.")
     ] = False,
-    qps: Annotated[str, typer.Option(help="Arrivals per second, comma-separated.")] = ",".join(
-        f"{rate:g}" for rate in ARTICLE_QPS
-    ),
+    qps: Annotated[
+        str | None, typer.Option(help="Arrivals per second, comma-separated; empty: none. Default: 1,4.")
+    ] = None,
     fractions: Annotated[
-        str, typer.Option(help="Parts of each system's own capacity, comma-separated; empty: none.")
-    ] = ",".join(map(str, FRACTIONS)),
+        str | None,
+        typer.Option(help="Parts of each system's own capacity; empty: none. Default: 0.5,0.8,0.95."),
+    ] = None,
     pool: Annotated[int, typer.Option(callback=at_least(0), help="KV tokens of the pool; 0: the scale's.")] = 0,
-    model: Annotated[str, typer.Option(help="wall: model folder, or smollm2.")] = "smollm2",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="wall: a folder, smollm2, or with random weights opt-13b, opt-tiny. Default: smollm2; gpu: opt-13b."
+        ),
+    ] = "",
+    device: Annotated[str, typer.Option(help="wall: cpu or cuda:N. Default: cpu; with --scale gpu: cuda:0.")] = "",
     dtype: Annotated[str, typer.Option(help="wall: bfloat16 or float32.")] = "bfloat16",
     threads: Annotated[int, typer.Option(callback=at_least(0), help="wall: of the model; 0: one per core.")] = 0,
     seed: Annotated[
@@ -100,29 +92,33 @@ def batching(
     Example: cbdisagg bench batching --clock wall --quick --out report
     """
     chosen("--clock", [clock], CLOCKS)
-    names = chosen("--systems", _words(systems), SYSTEMS)
+    names = _some("--systems", systems, SYSTEMS)
     chosen("--dtype", [dtype], ("bfloat16", "float32"))
     (scale_name,) = chosen("--scale", [scale or ("cpu" if clock == "wall" else "a100")], SCALES)
-    if clock == "wall" and scale_name != "cpu":
-        raise typer.BadParameter(f"{scale_name!r} needs a GPU, which workers cannot use; cpu", param_hint="'--scale'")
     if out is not None and find_spec("matplotlib") is None:
         fail("--out draws pictures with matplotlib, which is not there: pip install 'cbdisagg[bench]'")
     size = _sized(SCALES[scale_name], caps, pool, names)
     plan = Plan(
         clock=clock,
         scale=replace(size, arrivals=arrivals or (QUICK_ARRIVALS if quick else size.arrivals)),
-        parts=chosen("--parts", _words(parts), PARTS),
+        parts=_some("--parts", parts, PARTS),
         systems=names,
         requests=requests or (size.quick if quick else size.requests),
-        rates=(_positive("--qps", qps), _positive("--fractions", fractions)),
-        dtype=dtype,
+        rates=(
+            _positive("--qps", qps, QUICK_QPS if quick else ARTICLE_QPS),
+            _positive("--fractions", fractions, QUICK_FRACTIONS if quick else FRACTIONS),
+        ),
         seed=seed,
+        model=model or ("opt-13b" if scale_name == "gpu" else "smollm2"),
+        dtype=dtype,
+        device=_device(device, clock, scale_name),
+        threads=threads or len(os.sched_getaffinity(0)),
         port=port,
     )
     console = Console(stderr=True)
     try:
-        found = _measure(plan, model, threads or len(os.sched_getaffinity(0)), console)
-    except ServiceFailed as failure:
+        found = measure(plan, console)
+    except (ServiceFailed, ConfigError) as failure:
         fail(str(failure))
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
@@ -143,8 +139,31 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _positive(option: str, text: str) -> list[float]:
+def _some(option: str, text: str, choices: Collection[str]) -> list[str]:
+    """At least one of the choices, each once."""
+    words = chosen(option, list(dict.fromkeys(_words(text))), choices)
+    if not words:
+        raise typer.BadParameter(f"{text!r} names none of {', '.join(choices)}", param_hint=f"'{option}'")
+    return words
+
+
+def _device(device: str, clock: str, scale: str) -> str:
+    """Where the wall clock's model runs. Refuses a GPU that is not there."""
+    if clock == "wall" and scale == "a100":
+        raise typer.BadParameter("'a100' has a virtual clock only; --clock wall has: cpu, gpu", param_hint="'--scale'")
+    device = device or ("cuda:0" if clock == "wall" and scale == "gpu" else "cpu")
+    if device == "cpu" or clock == "virtual":
+        return device
+    hint = "tries the way without one: --device cpu --model opt-tiny"
+    if not (device.startswith("cuda:") and device[5:].isdecimal()):
+        raise typer.BadParameter(f"{device!r} is not cpu or cuda:N", param_hint="'--device'")
+    raise typer.BadParameter(f"{device!r}: workers of this build run on cpu; {hint}", param_hint="'--device'")
+
+
+def _positive(option: str, text: str | None, default: Sequence[float]) -> list[float]:
     """Comma-separated numbers above 0; none for an empty text."""
+    if text is None:
+        return list(default)
     found = []
     for word in _words(text):
         try:
@@ -162,7 +181,14 @@ def _sized(scale: Scale, caps: str, pool: int, systems: Sequence[str]) -> Scale:
     made = replace(
         scale, caps=tuple(sorted(set(numbers("--caps", caps)))) if caps else scale.caps, pool=pool or scale.pool
     )
+    made = replace(made, max_batch=max(made.max_batch, made.pool // made.prompt))  # only memory bounds a batch
     longest = made.prompt + made.caps[-1]
+    if longest > made.profile.context:
+        raise typer.BadParameter(
+            f"a prompt of {made.prompt} and a cap of {made.caps[-1]}: the scale's model sees {made.profile.context} "
+            "tokens",
+            param_hint="'--caps'",
+        )
     for name in systems:
         workers = SYSTEMS[name].workers
         pages = made.pages // workers
@@ -174,98 +200,6 @@ def _sized(scale: Scale, caps: str, pool: int, systems: Sequence[str]) -> Scale:
                 param_hint="'--pool'",
             )
     return made
-
-
-# ----------------------------------------------------------------------------------------------------- what is run
-
-
-@contextmanager
-def _bar(console: Console) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description:>34}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield progress
-
-
-def _measure(plan: Plan, model: str, threads: int, console: Console) -> Report:
-    profile, lab, vocab = plan.scale.profile, None, plan.scale.vocab
-    company: Company | None = None
-    with _bar(console) as bar:
-        if plan.clock == "wall":
-            lab, profile = _laboratory(plan, model, threads, bar)
-            vocab = lab.vocab
-        requests = workloads(plan.scale, plan.scale.caps, plan.requests, vocab, plan.seed)
-        results = Results(plan.scale, plan.clock, profile, requests)
-        shown = [name for name in plan.systems if name in ALONE or plan.clock == "virtual"]
-        task = bar.add_task("virtual clock", total=len(shown) * len(plan.scale.caps))
-        run_virtual(results, shown, lambda text: bar.update(task, advance=1, description=f"virtual clock, {text}"))
-        split = factors(results, lambda text: bar.update(task, description=text))
-        bar.remove_task(task)
-        latencies: list[Latencies] = []
-        tails = virtual_tails(plan, profile, LOAD, bar) if "tails" in plan.parts else []
-        if lab is not None:
-            seconds = wall_seconds(plan, results, profile)
-            console.print(f"This will take about {_minutes(seconds)}.")
-            company = Company()
-            _run_wall(results, lab, bar)
-            if "latency" in plan.parts:
-                latencies = wall_latencies(plan, profile, lab.folder, vocab, bar)
-        elif "latency" in plan.parts:
-            latencies = virtual_latencies(plan, profile, bar)
-        if company is not None and (others := company.others()) > QUIET:
-            busy = (
-                f"Other processes had {others:.0%} of the cores meanwhile: all times are longer than the machine's own."
-            )
-            console.print(f"[yellow]{busy}[/]", highlight=False)
-    dtype = plan.dtype if lab is not None else profile.dtype
-    made = origin(sys.argv[2:], plan.seed, dtype, f"{profile.model}, {profile.machine}: {profile.note or 'measured'}")
-    made |= {"requests": plan.requests, "arrivals": plan.scale.arrivals, "cost_model": _rounded(profile.cost)}
-    if company is not None:
-        made["others_share_of_cores"] = round(company.others(), 2)
-    exact = lab is not None and plan.dtype == "float32"
-    return Report(results, checks(results, exact_tokens=exact), split, latencies, tails, LOAD, made)
-
-
-def _laboratory(plan: Plan, model: str, threads: int, bar: Progress) -> tuple[Lab, Profile]:
-    """The model, and the scale's profile with costs measured here and now."""
-    from cbdisagg_bench.batching_wall import Lab  # torch: only where a model is wanted
-
-    task = bar.add_task("loading the model", total=None)
-    lab = Lab(prepare_model(_model(model), lambda stage, fraction: None), plan.dtype, threads, plan.scale)
-    bar.update(task, description="calibrating the cost model")
-    cost = lab.calibrate(lambda done, of: bar.update(task, completed=done, total=of))
-    bar.remove_task(task)
-    profile = plan.scale.profile
-    measured = {name: getattr(cost, name) for name in cost.__struct_fields__}
-    return lab, msgspec.structs.replace(
-        profile, **measured, dtype=plan.dtype, machine=processor(), threads=threads, note="measured here"
-    )
-
-
-def _run_wall(results: Results, lab: Lab, bar: Progress) -> None:
-    total = sum(run.virtual.seconds for run in results.runs.values())
-    task = bar.add_task("wall clock", total=total)
-    run_wall(results, lab, lambda text, done: bar.update(task, completed=done, description=f"wall clock, {text}"))
-    bar.remove_task(task)
-
-
-def _model(text: str) -> Model:
-    path = Path(text).expanduser()
-    return Model(path=str(path)) if path.exists() else Model(name=text)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
-
-
-def _rounded(cost: object) -> dict[str, object]:
-    """The coefficients, short enough to read."""
-
-    def short(value: object) -> object:
-        if isinstance(value, float):
-            return float(f"{value:.4g}")
-        return [[n, short(seconds)] for n, seconds in value] if isinstance(value, tuple) else value
-
-    return {name: short(getattr(cost, name)) for name in cost.__struct_fields__}  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------------------- what is shown
@@ -285,7 +219,8 @@ def _show(report: Report) -> None:
     console.print(legend())
     for rows in report.tables:
         console.print(table(rows))
-    console.print(bars(report.results, report.results.caps[-1]))
+    if report.results.runs:
+        console.print(bars(report.results, report.results.caps[-1]))
     for check in report.checks:
         mark = "[green]holds[/]" if check.holds else "[bold red]FAILS[/]"
         console.print(f"{mark} {check.text}", highlight=False)

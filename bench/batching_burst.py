@@ -2,12 +2,13 @@
 
 Knows events and plans; a runner prices them or computes them, and says how long that took. Nothing here decides
 anything, and with no targets the core does not either by looking at times: so the steps are the same by every clock.
-Life of a run: all requests are handed in while no plan may be made -> steps until nothing is left -> what came of it.
+Life of a run: a queue is handed in while no plan may be made -> steps until nothing is left -> what came of it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +43,8 @@ from cbdisagg.messages import (
 ME, API, COORDINATOR = Address("any-0", 1, ""), Address("bench", 2, ""), Address("coordinator", 3, "")
 NO_PLANS = -1
 """Plans that may be ahead of none: the core waits, so that a burst is there as a whole when the first step is made."""
+QUEUE = 2
+"""Requests that wait in the core, in parts of what can run at once: nobody further behind can start before these."""
 DETAIL = 64
 """Steps whose cells are kept for pictures."""
 
@@ -99,7 +102,9 @@ class Drive:
         self.trace = Trace.of(self.core, detail)
         self.outputs: dict[int, list[int]] = {n: [] for n in range(len(requests))}
         self.now = 0.0
-        _hand_in(self.core, requests)
+        self._coming = deque(enumerate(requests))
+        self.core.handle(FromWorkerInbox(COORDINATOR, Members(0, (API,), (self.core.info,), (), ())), 0.0)
+        self._hand_in()
         self.core.steps.plans_ahead = 0
         self._ended = 0
         self._event: WorkerEvent = Tick()
@@ -107,6 +112,7 @@ class Drive:
     def step(self) -> bool:
         """The next step, if there is one."""
         began = time.perf_counter()
+        self._hand_in()
         effects = self.core.handle(self._event, self.now)
         self.trace.observe(self.core, self.now, self._event, effects)
         self._ended += _collect(effects, self.outputs)
@@ -117,6 +123,20 @@ class Drive:
         self.now += time.perf_counter() - began if self.wall else result.seconds
         self._event = StepDone(result)
         return True
+
+    def _hand_in(self) -> None:
+        """The next requests, as old as the burst, as the queue grows short.
+
+        What the core does is the same as if all were there, but it has not a thousand to put in order at every step.
+        """
+        config = self.core.config
+        targets = Targets(config.targets.ttft_ms / 1e3, config.targets.tpot_ms / 1e3)
+        while self._coming and len(self.core.scheduler.waiting) < QUEUE * config.scheduler.max_batch:
+            n, request = self._coming.popleft()
+            sampling = Sampling(max_tokens=request.output, temperature=0.0)
+            id = RequestId(API.incarnation, n)
+            spec = Generate(id, 0, pack(request.prompt), b"", b"", b"", sampling, targets, self.now)
+            self.core.handle(FromWorkerInbox(COORDINATOR, Submit(spec, Route(ME, ME), 0)), self.now)
 
     def burst(self) -> Burst:
         """What came of it, once no step is left."""
@@ -147,15 +167,6 @@ def worker_info(config: Config) -> WorkerInfo:
     return WorkerInfo(
         ME, "any", "bench", "bench", pool, config.kv.page_size, config.scheduler.max_batch, config.model.max_len
     )
-
-
-def _hand_in(core: WorkerCore, requests: Sequence[Request]) -> None:
-    core.handle(FromWorkerInbox(COORDINATOR, Members(0, (API,), (core.info,), (), ())), 0.0)
-    targets = Targets(core.config.targets.ttft_ms / 1e3, core.config.targets.tpot_ms / 1e3)
-    for n, request in enumerate(requests):
-        sampling = Sampling(max_tokens=request.output, temperature=0.0)
-        spec = Generate(RequestId(API.incarnation, n), 0, pack(request.prompt), b"", b"", b"", sampling, targets, 0.0)
-        core.handle(FromWorkerInbox(COORDINATOR, Submit(spec, Route(ME, ME), 0)), 0.0)
 
 
 def _collect(effects: Sequence[Effect], outputs: dict[int, list[int]]) -> int:

@@ -11,16 +11,16 @@ QUIET = 0.1
 
 
 class Company:
-    """From its making on."""
+    """From its making to its end. `others`: the part of all cores' time that other processes had."""
 
     def __init__(self) -> None:
         self._busy, self._all, self._own = _times()
+        self.others = 0.0
 
-    def others(self) -> float:
-        """The part of all cores' time that other processes had."""
+    def end(self) -> None:
         busy, all_, own = _times()
         spent = all_ - self._all
-        return max(0.0, (busy - self._busy) - (own - self._own)) / spent if spent else 0.0
+        self.others = max(0.0, (busy - self._busy) - (own - self._own)) / spent if spent else 0.0
 
 
 def _times() -> tuple[float, float, float]:

@@ -6,7 +6,6 @@ product leaves of the published factor is neither scheduling nor memory: kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cbdisagg_bench.batching_burst import run_burst
@@ -24,7 +23,7 @@ class Factor:
     text: str
 
 
-def factors(results: Results, progress: Callable[[str], None]) -> list[Factor]:
+def factors(results: Results) -> list[Factor]:
     """Empty if a system of the chain, or the largest cap, was left out."""
     scale, cap = results.scale, results.scale.caps[-1]
     if any((cap, name) not in results.runs for name in ("S1", "S2", "S3")):
@@ -33,7 +32,6 @@ def factors(results: Results, progress: Callable[[str], None]) -> list[Factor]:
     requests = results.requests[cap]
     small = {}
     for name in ("S0", "S1"):
-        progress(f"{name} at the article's batch of {batch}")
         config = SYSTEMS[name].config(scale, cap, max(r.output for r in requests), max_batch=batch)
         small[name] = run_burst(config, requests, results.cost, detail=0).seconds
     seconds = {name: results.runs[cap, name].virtual.seconds for name in ("S1", "S2", "S3")}

@@ -10,7 +10,8 @@ import asyncio
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -27,6 +28,26 @@ SERVED = "bench"
 _PHASES = {"queue": "request_queue_time_seconds", "prefill": "request_prefill_time_seconds"}
 
 
+@asynccontextmanager
+async def asked(
+    system: str, config: Config, folder: Path, warm_up: Sequence[Request], port: int
+) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """A service with the model in `folder` that has answered `warm_up`, since first steps are slow; and a session.
+
+    Raises ServiceFailed if it does not start or an answer fails.
+    """
+    model = replace(config.model, path=str(folder), name="", served_name=SERVED)
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / f"{system}.toml"
+        file.write_text(print_config(replace(config, model=model)), encoding="utf-8")
+        async with (
+            running(system, ("--config", str(file)), Path(place) / "stderr", port=port) as service,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        ):
+            await ask_all(session, service.url, warm_up, [0.0] * len(warm_up), _nothing)
+            yield session, service.url
+
+
 async def served(
     system: str,
     config: Config,
@@ -36,21 +57,9 @@ async def served(
     port: int,
     ended: Callable[[], None],
 ) -> list[Latencies]:
-    """Each rate in turn, against one service with the model in `folder`. `ended` is called after each answer.
-
-    Raises ServiceFailed if the service does not start or an answer fails.
-    """
-    model = replace(config.model, path=str(folder), name="", served_name=SERVED)
-    with tempfile.TemporaryDirectory() as place:
-        file = Path(place) / f"{system}.toml"
-        file.write_text(print_config(replace(config, model=model)), encoding="utf-8")
-        options = ("--config", str(file))
-        async with (
-            running(system, options, Path(place) / "stderr", port=port) as service,
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
-        ):
-            await _ask(session, service.url, requests[:2], [0.0, 0.0], _nothing)  # the first steps are slow
-            return [await _at_rate(session, service.url, system, requests, rate, ended) for rate in rates]
+    """Each rate in turn, against one service. `ended` is called after each answer. Raises ServiceFailed."""
+    async with asked(system, config, folder, requests[:2], port) as (session, url):
+        return [await _at_rate(session, url, system, requests, rate, ended) for rate in rates]
 
 
 async def _at_rate(
@@ -62,7 +71,7 @@ async def _at_rate(
     ended: Callable[[], None],
 ) -> Latencies:
     before = await _phase_sums(session, url)
-    answers = await _ask(session, url, requests, poisson(len(requests), rate.qps), ended)
+    answers = await ask_all(session, url, requests, poisson(len(requests), rate.qps), ended)
     after = await _phase_sums(session, url)
     waited = {name: (after[name] - before[name]) / len(requests) for name in _PHASES}
     return Latencies(
@@ -77,7 +86,7 @@ async def _at_rate(
     )
 
 
-async def _ask(
+async def ask_all(
     session: aiohttp.ClientSession,
     url: str,
     requests: Sequence[Request],

@@ -35,7 +35,8 @@ class Rate:
 
     @property
     def label(self) -> str:
-        return f"{self.fraction:.0%} of capacity" if self.fraction else f"{self.qps:g} QPS"
+        """Of an axis, in two lines."""
+        return f"{self.fraction:.0%}\n{self.qps:.3g}/s" if self.fraction else f"article\n{self.qps:g}/s"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from cbdisagg_bench.batching_tables import (
     throughput_rows,
 )
 
+from cbdisagg.core.profile import Profile
+
 
 @dataclass(slots=True)
 class Report:
@@ -56,24 +58,24 @@ class Report:
         return {**self.origin, **as_json(self.results), "tables": tables, "checks": checked}
 
 
-def origin(command: Sequence[str], seed: int, dtype: str, note: str) -> dict[str, Any]:
-    """Who made this: nothing that names a folder or a user of the machine."""
+def origin(command: Sequence[str], seed: int, profile: Profile) -> dict[str, Any]:
+    """Who made this, by which costs: nothing that names a folder or a user of the machine."""
     return {
         "command": " ".join(["cbdisagg", "bench", *_without_folder(command)]),
         "seed": seed,
         "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores used",
         "versions": {"python": platform.python_version(), "torch": version("torch")},
-        "model": note,
-        "dtype": dtype,
+        "model": f"{profile.model}, {profile.machine}: {profile.note}",
+        "dtype": profile.dtype,
     }
 
 
 def _without_folder(command: Sequence[str]) -> list[str]:
-    """Where a report was written is nobody's affair."""
+    """Where a report was written, and where a model lies, is nobody's affair."""
     words = list(command)
     if "--out" in words:
         del words[words.index("--out") : words.index("--out") + 2]
-    return [word for word in words if not word.startswith("--out=")]
+    return [Path(word).name if Path(word).is_absolute() else word for word in words if not word.startswith("--out=")]
 
 
 def processor() -> str:

@@ -7,9 +7,10 @@ article did so, and the queue that grows is what it shows.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 from cbdisagg_bench.batching_http import served
 from cbdisagg_bench.batching_latency import (
     Latencies,
@@ -21,13 +22,16 @@ from cbdisagg_bench.batching_latency import (
     simulated,
     tails,
 )
+from cbdisagg_bench.batching_live import live_burst
 from cbdisagg_bench.batching_run import Results
 from cbdisagg_bench.batching_scales import Scale
-from msgspec.structs import replace
+from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
 from rich.progress import Progress
 
+from cbdisagg.config import Config
 from cbdisagg.core.profile import Profile
 
+PARTS = ("throughput", "latency", "tails")
 CHUNKS = (0.125, 0.25, 0.5, 1.0, 2.0)
 """Token budgets of the tails, in parts of the scale's chunk; whole prompts besides."""
 START_S = 10.0
@@ -36,7 +40,10 @@ START_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one command is to measure. `rates`: arrivals per second, and parts of each system's capacity."""
+    """What one command is to measure. `rates`: arrivals per second, and parts of each system's capacity.
+
+    `model`, `dtype`, `device`, `threads`, `port`: of the wall clock.
+    """
 
     clock: str
     scale: Scale
@@ -44,8 +51,11 @@ class Plan:
     systems: list[str]
     requests: int
     rates: tuple[list[float], list[float]]
-    dtype: str
     seed: int
+    model: str
+    dtype: str
+    device: str
+    threads: int
     port: int
 
 
@@ -78,12 +88,26 @@ def wall_seconds(plan: Plan, results: Results, profile: Profile) -> float:
     """What a wall-clock experiment will take, by the cost model: bursts, and services with their arrivals."""
     scale = plan.scale
     seconds = sum(run.virtual.seconds for run in results.runs.values())
+    seconds += START_S * sum(run.system not in ALONE for run in results.runs.values())
     if "latency" in plan.parts:
         requests = requests_of(scale, scale.arrivals, scale.vocab, plan.seed)
         for system in plan.systems:
             most = capacity(scale, system, requests, profile)
             seconds += START_S + sum(scale.arrivals / min(rate.qps, most) for rate in rates_of(most, *plan.rates))
     return seconds
+
+
+def wall_bursts(plan: Plan, results: Results, folder: Path, bar: Progress) -> None:
+    """Systems of two workers at each cap, as services with the model in `folder`. Raises ServiceFailed."""
+    pairs = [run for run in results.runs.values() if run.system not in ALONE]
+    task = bar.add_task("services", total=len(pairs) * plan.requests)
+    for run in pairs:
+        bar.update(task, description=f"burst over HTTP, cap {run.cap}, {run.system}")
+        requests = results.requests[run.cap]
+        config = _served(plan, SYSTEMS[run.system].config(plan.scale, run.cap, 0))
+        done = live_burst(run.system, config, folder, requests, plan.port, lambda: bar.advance(task))
+        results.runs[run.cap, run.system] = replace(run, wall=asyncio.run(done))
+    bar.remove_task(task)
 
 
 def wall_latencies(plan: Plan, profile: Profile, folder: Path, vocab: int, bar: Progress) -> list[Latencies]:
@@ -94,9 +118,17 @@ def wall_latencies(plan: Plan, profile: Profile, folder: Path, vocab: int, bar: 
     seen: list[Latencies] = []
     for system in plan.systems:
         bar.update(task, description=f"latency over HTTP, {system}")
-        config = config_of(scale, system, requests)
-        config = replace(config, model=replace(config.model, dtype=plan.dtype))
+        config = _served(plan, config_of(scale, system, requests))
         mine = rates_of(capacity(scale, system, requests, profile), *plan.rates)
         seen += asyncio.run(served(system, config, folder, requests, mine, plan.port, lambda: bar.advance(task)))
     bar.remove_task(task)
     return seen
+
+
+def _served(plan: Plan, config: Config) -> Config:
+    """As a service has it: with the experiment's dtype, and its threads divided among the workers."""
+    workers = sum(group.count for group in config.workers)
+    groups = tuple(msgspec.structs.replace(group, threads=max(1, plan.threads // workers)) for group in config.workers)
+    return msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, dtype=plan.dtype), workers=groups
+    )

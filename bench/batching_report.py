@@ -18,11 +18,12 @@ from cbdisagg_bench.pictures.batch import draw_batch, draw_roofline
 from cbdisagg_bench.pictures.grids import iteration_grid, token_grid
 from cbdisagg_bench.pictures.latency import draw_cdfs, draw_phases, draw_tails
 from cbdisagg_bench.pictures.memory import draw_memory
-from cbdisagg_bench.pictures.slots import draw_slots
+from cbdisagg_bench.pictures.slots import Panel, draw_slots
 from cbdisagg_bench.pictures.throughput import draw_throughput
 from cbdisagg_bench.trace import chrome_events
 
 STEPS_SHOWN = 40
+SLOTS_SHOWN = 24
 TITLES = {
     "throughput": "Throughput against the cap: the longer answers can be, the more static batches wait",
     "golden": "The article's picture: four sequences in a static batch, and seven in continuous batching",
@@ -46,10 +47,10 @@ def write_report(report: Report, folder: Path) -> Path:
     pictures = folder / "pictures"
     names = draw_all(report, pictures)
     (folder / "results.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    cap = report.results.caps[-1]
-    if (cap, "S3") in report.results.runs:
-        events = chrome_events(report.results.runs[cap, "S3"].burst.trace, f"S3, cap {cap}")
-        (folder / "trace.json").write_text(json.dumps(events), encoding="utf-8")
+    for (cap, name), run in report.results.runs.items():
+        if name == "S3" and cap == report.results.caps[-1]:
+            events = chrome_events(run.burst.trace, f"S3, cap {cap}")
+            (folder / "trace.json").write_text(json.dumps(events), encoding="utf-8")
     page = folder / "report.html"
     page.write_text(_page(report, pictures, names), encoding="utf-8")
     return page
@@ -58,17 +59,10 @@ def write_report(report: Report, folder: Path) -> Path:
 def draw_all(report: Report, folder: Path) -> list[str]:
     """The names of what was drawn, in the order of the page."""
     results = report.results
-    cap = results.caps[-1]
-    names = ["throughput", "golden", "golden_iterations"]
-    draw_throughput(folder, results)
+    names = ["golden", "golden_iterations"]
     draw_golden(folder)
-    if {(cap, "S1"), (cap, "S3")} <= results.runs.keys():
-        draw_run_slots(folder, results, cap)
-        names.append("slots")
-    draw_memory(folder, results, cap)
-    draw_batch(folder, results, cap)
-    draw_roofline(folder, results, cap)
-    names += ["memory", "batch", "roofline"]
+    if results.runs:
+        names = ["throughput", *names, *_draw_bursts(folder, results, results.caps[-1])]
     if any(not one.rate.fraction for one in report.latencies):
         draw_cdfs(folder, report.latencies, results.scale.name)
         names.append("latency_cdf")
@@ -81,27 +75,43 @@ def draw_all(report: Report, folder: Path) -> list[str]:
     return names
 
 
+def _draw_bursts(folder: Path, results: Results, cap: int) -> list[str]:
+    """The pictures of the bursts; the names of those beside the first, the throughput."""
+    names = ["memory", "batch", "roofline"]
+    draw_throughput(folder, results)
+    if {(cap, "S1"), (cap, "S3")} <= results.runs.keys():
+        draw_run_slots(folder, results, cap)
+        names.insert(0, "slots")
+    draw_memory(folder, results, cap)
+    draw_batch(folder, results, cap)
+    draw_roofline(folder, results, cap)
+    return names
+
+
 def draw_golden(folder: Path) -> None:
     static, continuous = golden(FOUR, "static").trace.steps, golden(SEVEN, "continuous").trace.steps
     tokens = "token of the slot (T1 to T8)"
     panels = [
-        ("static", tokens, token_grid(static, SLOTS, COLUMNS)),
-        ("continuous", tokens, token_grid(continuous, SLOTS, COLUMNS)),
+        Panel("static", tokens, token_grid(static, SLOTS, COLUMNS)),
+        Panel("continuous", tokens, token_grid(continuous, SLOTS, COLUMNS)),
     ]
     draw_slots(folder, "golden", "Tokens of each slot, as the article draws them", panels)
     panels = [
-        ("static", "iteration", iteration_grid(static, SLOTS)),
-        ("continuous", "iteration", iteration_grid(continuous, SLOTS)),
+        Panel("static", "iteration", iteration_grid(static, SLOTS)),
+        Panel("continuous", "iteration", iteration_grid(continuous, SLOTS)),
     ]
     draw_slots(folder, "golden_iterations", "The same runs by iteration", panels)
 
 
 def draw_run_slots(folder: Path, results: Results, cap: int) -> None:
-    runs = [(name, results.runs[cap, name].burst.trace.steps[:STEPS_SHOWN]) for name in ("S1", "S3")]
-    slots = max(cell.slot for _, steps in runs for step in steps for cell in step.cells) + 1
+    static, paged = (results.runs[cap, name].burst.trace.steps[:STEPS_SHOWN] for name in ("S1", "S3"))
     batch = static_batch(results.scale, cap)
-    labels = {"S1": f"S1, a static batch of {batch}", "S3": "S3, continuous and paged"}
-    panels = [(labels[name], "iteration", iteration_grid(steps, min(slots, 24))) for name, steps in runs]
+    slots = min(SLOTS_SHOWN, max(cell.slot for step in paged for cell in step.cells) + 1)
+    rest = f"memory for {slots - batch} more,\nreserved for lengths that hardly any answer has"
+    panels = [
+        Panel(f"S1, a static batch of {batch}", "iteration", iteration_grid(static, min(SLOTS_SHOWN, batch)), rest),
+        Panel("S3, continuous and paged", "iteration", iteration_grid(paged, slots)),
+    ]
     title = f"The first {STEPS_SHOWN} steps, cap {cap}, scale {results.scale.name}: the same KV memory for both"
     draw_slots(folder, "slots", title, panels)
 
@@ -132,12 +142,14 @@ def _page(report: Report, pictures: Path, names: Sequence[str]) -> str:
 
 def _summary(report: Report) -> str:
     results = report.results
+    text = f"Scale {results.scale.name}, {results.clock} clock, {report.origin['model']}."
+    if not results.runs:
+        return text
     cap = results.caps[-1]
-    gain = results.speedup(cap, "S3")
-    text = f"Scale {results.scale.name}, {results.clock} clock, {len(results.requests[cap])} requests in one burst."
+    text += f" {len(results.requests[cap])} requests in one burst."
+    gain, artefact = results.speedup(cap, "S3"), results.speedup(cap, "S0")
     if gain is not None:
         text += f" At the largest cap, continuous batching on pages gives {gain:.2f} times the fair static throughput"
-        artefact = results.speedup(cap, "S0")
         text += f", and {gain / artefact:.2f} times that of the article's baseline." if artefact else "."
     return text
 

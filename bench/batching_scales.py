@@ -118,7 +118,7 @@ SCALES: dict[str, Scale] = {
         max_batch=16,
         requests=200,
         quick=40,
-        arrivals=100,
+        arrivals=40,
         vocab=49_152,
         profile=REFERENCE_CPU,
     ),

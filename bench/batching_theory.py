@@ -51,7 +51,8 @@ CAVEATS = (
     "number.",
     "On equal hardware, disaggregation is expected to better the tail of the gaps between tokens, not the throughput.",
     "S4 and S4r are two workers of the scale, each with half the pool: compare them with each other. At GPU scale they "
-    "have twice the hardware of the others; at CPU scale they share the cores.",
+    "have twice the hardware of the others; at CPU scale they share the cores. By the wall clock they are services: "
+    "HTTP and journals are in their times.",
     "S2b starts at the prompt and one token, and doubles its output part whenever it is outgrown. The published "
     "power-of-two allocator knows the final length up to a factor of two, which no server does.",
     "Reservations are made of pages: a static batch is the pool's pages divided by those of max_len.",

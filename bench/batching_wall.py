@@ -31,8 +31,7 @@ class Lab:
 
     def __init__(self, folder: Path, dtype: str, threads: int, scale: Scale) -> None:
         self.folder, self.dtype, self.threads, self.scale = folder, dtype, threads, scale
-        info = describe(folder, dtype)
-        self.vocab = info.vocab
+        self.info = info = describe(folder, dtype)
         self._max_len = scale.prompt + max(scale.caps)
         memory = np.zeros((info.layers, scale.pages * len(ALONE), info.page_bytes(scale.page_size)), np.uint8)
         self._decoder = build_runner(folder, dtype, memory, scale.page_size, self._max_len, threads).decoder

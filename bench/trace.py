@@ -9,14 +9,14 @@ it was the last) or `wasted` (computed for nobody: padding of a static batch).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cbdisagg.actors.journal import JournalError, read_journal
 from cbdisagg.core.effects import Effect, RunStep
-from cbdisagg.core.events import StepDone
+from cbdisagg.core.events import StepDone, WorkerEvent
 from cbdisagg.core.request import Request
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import RequestId, Slice
@@ -136,14 +136,23 @@ def _cell(request: Request, part: Slice, wanted: bool, drawn: int) -> Cell:
 
 def trace_journal(first: Path, detail: int = 1 << 30) -> Trace:
     """The steps in a worker's journal. Raises JournalError if it is none, or the coordinator's."""
+    for core, now, event, effects in replay(first):
+        if event is None:
+            trace = Trace.of(core, detail)
+        else:
+            trace.observe(core, now, event, effects)
+    return trace
+
+
+def replay(first: Path) -> Iterator[tuple[WorkerCore, float, WorkerEvent | None, list[Effect]]]:
+    """The core of a worker's journal, before any event, then after each with its effects. Raises JournalError."""
     header, records = read_journal(first)
     if header.worker is None:
         raise JournalError(f"{first} is the coordinator's journal; steps are in those of workers")
     core = WorkerCore(header.worker, header.config)
-    trace = Trace.of(core, detail)
+    yield core, 0.0, None, []
     for _, now, _, event, _ in records:
-        trace.observe(core, now, event, core.handle(event, now))  # type: ignore[arg-type]  # a worker's
-    return trace
+        yield core, now, event, core.handle(event, now)  # type: ignore[arg-type]  # a worker's
 
 
 def chrome_events(trace: Trace, name: str) -> dict[str, Any]:

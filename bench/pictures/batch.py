@@ -11,23 +11,22 @@ from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 from cbdisagg_bench.trace import Step
 
-from cbdisagg.core.cost import CostModel
-
-BINS = 60
+BINS = 100
 
 
 def draw_batch(folder: Path, results: Results, cap: int) -> None:
-    """Living sequences in a step, averaged over spans of time that are equal on the axis; the mean in the legend."""
+    """Living sequences in a step, averaged over equal parts of each run's own time; the mean in the legend."""
     with mpl.rc_context(SETTINGS):
-        made, axes = figure(8, 4)
+        made, axes = figure(9, 4)
         for name in results.systems:
             run = results.runs[cap, name].burst
             at, batch = _averaged(run.trace.steps)
-            label = f"{ALL[name].label}: mean {run.mean_batch:.1f}"
+            label = f"{ALL[name].label}: mean {run.mean_batch:.1f}, {run.seconds:.3g} s"
             axes.step(at, batch, LINES.get(name, "-"), where="mid", color=SYSTEMS[name], lw=1.2, label=label)
-        axes.set_xscale("log")
-        axes.set_xlabel("time, s (log)")
-        axes.set_ylabel("sequences that are wanted, in a step")
+        axes.set_xlabel("part of the run's own time")
+        axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
+        axes.set_ylabel("sequences in a step, without padding")
+        axes.set_xlim(0, 1)
         axes.set_ylim(bottom=0)
         grid_lines(axes)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -36,24 +35,34 @@ def draw_batch(folder: Path, results: Results, cap: int) -> None:
 
 
 def _averaged(steps: list[Step]) -> tuple[list[float], list[float]]:
-    """The middle of each span that has a step's end in it, and the mean batch of those steps."""
-    ends = np.array([step.at_s + step.seconds for step in steps])
-    edges = np.geomspace(ends[0], ends[-1], BINS + 1)
-    spans = np.clip(np.searchsorted(edges, ends, "right") - 1, 0, BINS - 1)
+    """The middle of each of BINS spans in which a step ended, and the mean batch of those steps."""
+    begin, end = steps[0].at_s, steps[-1].at_s + steps[-1].seconds
     seconds = np.array([step.seconds for step in steps])
+    ends = (np.array([step.at_s for step in steps]) + seconds - begin) / (end - begin)
+    spans = np.clip((ends * BINS).astype(int), 0, BINS - 1)
     weighted = np.array([step.batch for step in steps]) * seconds
     used = [n for n in range(BINS) if (spans == n).any()]
-    at = [float(np.sqrt(edges[n] * edges[n + 1])) for n in used]
+    at = [(n + 0.5) / BINS for n in used]
     return at, [float(weighted[spans == n].sum() / seconds[spans == n].sum()) for n in used]
 
 
 def draw_roofline(folder: Path, results: Results, cap: int) -> None:
-    """Tokens per second over tokens in a step. The roof is the cost model's for tokens without context."""
+    """Tokens per second over tokens in a step, under the two roofs that the cost model has for a step's products.
+
+    Few tokens: a step cannot be shorter than one reading of the weights. Many: no more tokens per second than the
+    arithmetic gives. The line between is the cost model for tokens without context; attention takes its part below.
+    """
+    cost = results.cost
     with mpl.rc_context(SETTINGS):
-        made, axes = figure(7, 4.4)
+        made, axes = figure(7.6, 4.6)
         most = max(step.tokens for name in results.systems for step in results.runs[cap, name].burst.trace.steps)
         sizes = np.unique(np.geomspace(1, most, 200).astype(int))
-        axes.plot(sizes, [_roof(results.cost, int(n)) for n in sizes], color="black", lw=1.2, label="roof: no context")
+        rates = np.array([n / (cost.h + cost.linear_s(int(n))) for n in sizes])
+        flat, peak = sizes / cost.linear_s(1), max(n / cost.linear_s(int(n)) for n in sizes)
+        label = f"roof: weights read once a step ({1e3 * cost.linear_s(1):.1f} ms)"
+        axes.plot(sizes, np.where(flat < 1.3 * peak, flat, np.nan), "--", color="#616161", lw=1, label=label)
+        axes.axhline(peak, color="#616161", lw=1, ls=":", label=f"roof: arithmetic ({peak:,.0f} tokens/s)")
+        axes.plot(sizes, rates, color="black", lw=1.2, label="cost model, no context")
         for name in results.systems:
             steps = results.runs[cap, name].burst.trace.steps
             chosen = steps[:: max(1, len(steps) // 300)]
@@ -61,14 +70,12 @@ def draw_roofline(folder: Path, results: Results, cap: int) -> None:
             axes.plot(*zip(*points, strict=True), ".", ms=3, alpha=0.6, color=SYSTEMS[name], label=ALL[name].label)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
         axes.set_xlabel("tokens in a step, padding included (log)")
         axes.set_ylabel("tokens per second (log)")
         grid_lines(axes, "both")
-        axes.legend(markerscale=3, loc="lower right")
+        axes.legend(markerscale=3, loc="center left", bbox_to_anchor=(1.0, 0.5))
         kind = "measured" if results.clock == "wall" else "priced"
         axes.set_title(f"Roofline with {kind} steps, cap {cap}, scale {results.scale.name}")
         save(made, folder, "roofline")
-
-
-def _roof(cost: CostModel, tokens: int) -> float:
-    return tokens / (cost.h + cost.linear_s(tokens))

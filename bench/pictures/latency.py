@@ -12,7 +12,7 @@ from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import PUBLISHED_MEDIAN_S
 from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 
-NEAR = 0.06
+NEAR = 0.01
 """Points closer than this part of their values share a label."""
 
 
@@ -49,7 +49,7 @@ def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
     with mpl.rc_context(SETTINGS):
         columns = min(5, len(systems))
         rows = -(-len(systems) // columns)
-        made, axes = figure(2.2 * max(3, columns), 1.2 + 2.9 * rows, rows, columns, squeeze=False)
+        made, axes = figure(2.6 * max(3, columns), 1.2 + 2.5 * rows, rows, columns, squeeze=False)
         for panel in axes.flat[len(systems) :]:
             panel.set_visible(False)
         for panel, name in zip(axes.flat, systems, strict=False):
@@ -61,14 +61,17 @@ def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
                 panel.bar(places, heights, 0.7, bottom=bottom, color=color, label=phase)
                 bottom += heights
             panel.plot(places, [one.median for one in mine], "D", color="black", ms=3.5, label="median, end to end")
-            panel.set_xticks(places, [one.rate.label for one in mine], rotation=60, ha="right", fontsize=7)
+            panel.set_xticks(places, [one.rate.label for one in mine], fontsize=7)
             panel.set_title(name)
             grid_lines(panel)
         for row in axes:
             row[0].set_ylabel("mean latency, s")
         handles, labels = axes[0][0].get_legend_handles_labels()
         made.legend(handles, labels, loc="outside lower center", ncols=4)
-        made.suptitle(f"Where latency comes from, {len(seen[0].e2e)} requests, scale {scale}")
+        made.suptitle(
+            f"Where latency comes from, {len(seen[0].e2e)} requests, scale {scale}\n"
+            "arrivals per second: the article's, and parts of each system's own capacity"
+        )
         save(made, folder, "latency_phases")
 
 

@@ -45,13 +45,16 @@ def stack(axes: object, trace: Trace) -> None:
     """The pool's parts over the seconds since the first step, one above the other."""
     steps = _thinned(trace.steps)
     pool = trace.pool_tokens
-    at = [step.at_s - steps[0].at_s for step in steps]
+    begin, end = steps[0].at_s, steps[-1].at_s + steps[-1].seconds
+    steps.append(steps[-1]._replace(at_s=end))  # each is drawn from its start to the next one's
+    at = [step.at_s - begin for step in steps]
     filled = np.array([step.filled for step in steps]) / pool
     promised = np.array([step.promised for step in steps]) / pool
     held = np.array([step.held for step in steps]) / pool
     rest = np.array([1 - step.held / pool if step.waiting else 0.0 for step in steps])
     layers = (filled, promised, held - filled - promised, rest)
-    axes.stackplot(at, *layers, labels=[text for _, text, _ in PARTS], colors=[color for *_, color in PARTS], lw=0)  # type: ignore[attr-defined]
+    labels, colors = [text for _, text, _ in PARTS], [color for *_, color in PARTS]
+    axes.stackplot(at, *layers, labels=labels, colors=colors, lw=0, step="post")  # type: ignore[attr-defined]
     axes.set_xlim(0, at[-1])  # type: ignore[attr-defined]
     axes.set_ylim(0, 1)  # type: ignore[attr-defined]
 

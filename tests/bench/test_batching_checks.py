@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from cbdisagg_bench.batching_burst import Burst
+from cbdisagg_bench.batching_burst import Burst, run_burst
 from cbdisagg_bench.batching_checks import checks
 from cbdisagg_bench.batching_factors import factors
 from cbdisagg_bench.batching_memory import shares
 from cbdisagg_bench.batching_run import Results, Run, run_virtual, workloads
 from cbdisagg_bench.batching_scales import SCALES
-from cbdisagg_bench.batching_systems import ALONE
+from cbdisagg_bench.batching_systems import ALONE, SYSTEMS
 from cbdisagg_bench.batching_theory import EXPECTED, iteration_gain, static_batch
 
 from cbdisagg.core.cost import CostModel
@@ -60,28 +61,73 @@ def with_wall(results: Results, cap: int, system: str, wall: Burst) -> Results:
     return Results(results.scale, results.clock, results.profile, results.requests, runs)
 
 
-def test_each_check_fails_when_what_it_holds_does_not(cpu: Results) -> None:
-    s3 = cpu.runs[192, "S3"].virtual
-    assert any("all pages" in text for text in failing(changed(cpu, 192, "S3", returned=False)))
-    assert any("S3 >= S2" in text for text in failing(changed(cpu, 192, "S3", seconds=2 * s3.seconds)))
-    assert any("grows" in text for text in failing(changed(cpu, 192, "S3", seconds=2 * s3.seconds)))
-    assert any("its length" in text for text in failing(changed(cpu, 192, "S3", outputs=[*s3.outputs[:-1], [1]])))
-    assert any("S1 takes" in text for text in failing(changed(cpu, 64, "S1", steps=1)))
-    s2 = cpu.runs[192, "S2"].virtual
-    held = replace(s2.trace, steps=[step._replace(held=step.held + 8) for step in s2.trace.steps])
-    assert any("S2 reserves" in text for text in failing(changed(cpu, 192, "S2", trace=held)))
+def slower(results: Results, cap: int, system: str) -> Results:
+    return changed(results, cap, system, seconds=2 * results.runs[cap, system].virtual.seconds)
 
 
-def test_the_wall_clock_is_held_to_the_virtual_one(cpu: Results) -> None:
+def holding(results: Results, cap: int, system: str, tokens: int) -> Results:
+    """Each step holds so many more tokens than it did."""
+    trace = results.runs[cap, system].virtual.trace
+    steps = [step._replace(held=step.held + tokens) for step in trace.steps]
+    return changed(results, cap, system, trace=replace(trace, steps=steps))
+
+
+def shortened(results: Results, cap: int, system: str) -> Results:
+    outputs = results.runs[cap, system].virtual.outputs
+    return changed(results, cap, system, outputs=[*outputs[:-1], [1]])
+
+
+SPOILT: dict[str, tuple[Callable[[Results], Results], str]] = {
+    "an answer is too short": (lambda r: shortened(r, 192, "S3"), "answer has its length; not so in S3"),
+    "pages are lost": (lambda r: changed(r, 64, "S2", returned=False), "all pages are returned; not by S2 at cap 64"),
+    "S0 reserves less than the cap": (lambda r: holding(r, 192, "S0", -8), "S0 reserves 256 tokens"),
+    "S1 reserves more than the cap": (lambda r: holding(r, 16, "S1", 8), "S1 reserves 80 tokens"),
+    "S2 reads the true length": (lambda r: holding(r, 192, "S2", -8), "S2 reserves 256 tokens"),
+    "S0 ends a batch early": (lambda r: changed(r, 64, "S0", steps=1), "S0 takes 300 iterations by its formula: 1"),
+    "S1 ends a batch late": (lambda r: changed(r, 64, "S1", steps=999), "S1 takes 179 iterations by its formula: 999"),
+    "paging is slower than reserving": (lambda r: slower(r, 64, "S3"), "cap 64: S3 >= S2 >= S1"),
+    "continuous is slower than static": (lambda r: slower(r, 4, "S2"), "cap 4: S3 >= S2 >= S1"),
+    "the gain shrinks as the cap grows": (lambda r: slower(r, 192, "S3"), "S3/S1 grows with the cap"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "told"), SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_outcome_is_noticed(spoil: Callable[[Results], Results], told: str, cpu: Results) -> None:
+    assert failing(cpu) == []
+    assert any(told in text for text in failing(spoil(cpu)))
+
+
+def test_wasted_pages_are_noticed() -> None:
+    size = SCALES["gpu"]
+    results = Results(size, "virtual", size.profile, workloads(size, (32,), COUNT, size.vocab, 0xCADE))
+    run_virtual(results, ("S3",), lambda text: None)
+    assert failing(results) == []
+    assert any("cap 32: paged waste at page 16" in text for text in failing(holding(results, 32, "S3", 16 * 40)))
+
+
+WALL_SPOILT: dict[str, tuple[Callable[[Burst], Burst], str]] = {
+    "slower than predicted": (lambda b: replace(b, seconds=1.5 * b.seconds), "cap 192: S3/S1 is"),
+    "a step less": (lambda b: replace(b, trace=replace(b.trace, steps=b.trace.steps[:-1])), "not S3 at cap 192"),
+    "a step for other tokens": (
+        lambda b: replace(b, trace=replace(b.trace, steps=[b.trace.steps[0]._replace(decode=7), *b.trace.steps[1:]])),
+        "not S3 at cap 192",
+    ),
+    "other tokens": (lambda b: replace(b, outputs=[[2] * len(ids) for ids in b.outputs]), "0 of 40 answers"),
+    "pages are lost": (lambda b: replace(b, returned=False), "all pages are returned; not by S3 at cap 192"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "told"), WALL_SPOILT.values(), ids=WALL_SPOILT)
+def test_the_wall_clock_is_held_to_the_virtual_one(spoil: Callable[[Burst], Burst], told: str, cpu: Results) -> None:
     s3 = cpu.runs[192, "S3"].virtual
     assert failing(with_wall(cpu, 192, "S3", s3), exact_tokens=True) == []
-    slow = replace(s3, seconds=1.5 * s3.seconds)
-    assert [text for text in failing(with_wall(cpu, 192, "S3", slow)) if "S3/S1 is" in text]
-    fewer = replace(s3, trace=replace(s3.trace, steps=s3.trace.steps[:-1]))
-    assert any("S3 at cap 192" in text for text in failing(with_wall(cpu, 192, "S3", fewer)))
-    other = with_wall(cpu, 192, "S3", replace(s3, outputs=[[2] * len(ids) for ids in s3.outputs]))
-    assert any("0 of 40" in text for text in failing(other, exact_tokens=True))
-    assert not failing(other, exact_tokens=False)
+    assert any(told in text for text in failing(with_wall(cpu, 192, "S3", spoil(s3)), exact_tokens=True))
+
+
+def test_tokens_may_differ_where_sums_depend_on_company(cpu: Results) -> None:
+    s3 = cpu.runs[192, "S3"].virtual
+    other = replace(s3, outputs=[[2] * len(ids) for ids in s3.outputs])
+    assert failing(with_wall(cpu, 192, "S3", other), exact_tokens=False) == []
 
 
 @pytest.mark.parametrize(("cap", "gain"), {32: 1.83, 128: 2.00, 512: 2.54, 1536: 2.72}.items())
@@ -108,13 +154,13 @@ def test_ratios_are_near_those_derived_beforehand() -> None:
 
 
 def test_factors_multiply_to_the_whole(cpu: Results) -> None:
-    found = {factor.name: factor.value for factor in factors(cpu, lambda text: None)}
+    found = {factor.name: factor.value for factor in factors(cpu)}
     parts = [value for name, value in found.items() if name != "product"]
     product = 1.0
     for value in parts:
         product *= value
     assert product == pytest.approx(found["product"]) and all(value >= 1 for value in parts)
-    assert factors(Results(cpu.scale, "virtual", cpu.profile, cpu.requests), lambda text: None) == []
+    assert factors(Results(cpu.scale, "virtual", cpu.profile, cpu.requests)) == []
 
 
 def test_shares_of_the_memory_add_up(cpu: Results) -> None:
@@ -138,3 +184,15 @@ def test_the_price_of_a_step_is_the_cost_models(cpu: Results) -> None:
     cost: CostModel = cpu.cost
     first = cpu.runs[192, "S1"].virtual.trace.steps[0]
     assert first.prefill == 4 * 64 and first.seconds == pytest.approx(cost.h + cost.linear_s(256) + 4 * cost.a * 64**2)
+
+
+@pytest.mark.parametrize("system", ["S1", "S2", "S3", "S3c"])
+def test_a_queue_that_is_handed_in_bit_by_bit_makes_no_difference(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = SCALES["cpu"]
+    (requests,) = workloads(size, (64,), 90, size.vocab, 3).values()
+    steps = []
+    for queue in (2, 1000):
+        config = SYSTEMS[system].config(size, 64, 0)
+        monkeypatch.setattr("cbdisagg_bench.batching_burst.QUEUE", queue)
+        steps.append([step[1:9] for step in run_burst(config, requests, size.profile.cost).trace.steps])
+    assert steps[0] == steps[1]

@@ -40,7 +40,12 @@ def command_line(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> i
         ("--pool 100", "S0 needs at least 2048"),
         ("--systems S4 --pool 4000", "2000 for each of its 2 workers: S4 needs at least 2048"),
         ("--dtype float64", "bfloat16, float32"),
-        ("--clock wall --scale gpu", "needs a GPU"),
+        ("--systems ,", "names none of S0"),
+        ("--parts ,", "names none of throughput"),
+        ("--caps 4000", "the scale's model sees 2048 tokens"),
+        ("--clock wall --scale a100", "has a virtual clock only"),
+        ("--clock wall --scale gpu --device tpu", "is not cpu or cuda:N"),
+        ("--clock wall --scale gpu --device cuda:0", "--device cpu --model opt-tiny"),
     ],
 )
 def test_refusal_is_one_line_before_anything_runs(
@@ -49,7 +54,7 @@ def test_refusal_is_one_line_before_anything_runs(
     def too_late(*_: object) -> None:
         raise AssertionError("work has begun")
 
-    monkeypatch.setattr(batching, "_measure", too_late)
+    monkeypatch.setattr(batching, "measure", too_late)
     words = arguments.split()
     assert command_line(words, monkeypatch) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -120,7 +125,27 @@ def test_the_report_is_one_page_with_everything(
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_part_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--parts", "latency", "--systems", "S3", "--qps", "4", "--fractions", "", "--out", str(tmp_path)]
+    assert command_line([*SMALL, *few], monkeypatch) == 0
+    names = {path.stem for path in (tmp_path / "pictures").glob("*.png")}
+    assert names == {"golden", "golden_iterations", "latency_cdf", "latency_phases"}
+    assert "latency of 4 requests" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == []
+
+
+def test_only_memory_bounds_a_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a pool for more sequences than the scale runs at once, the formulas of static batching hold too."""
+    large = ["--scale", "gpu", "--pool", "60000", "--caps", "4", "--requests", "200", "--systems", "S0,S1,S3"]
+    assert command_line([*large, "--parts", "throughput", "--json"], monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {run["system"]: run["virtual"]["steps"] for run in found["runs"]}["S1"] == 2 * 4  # batches of 115
+
+
 def test_company_is_a_part_of_all_cores() -> None:
     company = Company()
     sum(n * n for n in range(300_000))
-    assert 0.0 <= company.others() <= 1.0
+    company.end()
+    assert 0.0 <= company.others <= 1.0

@@ -6,33 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from cbdisagg_bench.batching_checks import checks
+from cbdisagg_bench.batching_models import model_folder
 from cbdisagg_bench.batching_run import Results, run_virtual, run_wall, workloads
 from cbdisagg_bench.batching_scales import SCALES, Scale
 from cbdisagg_bench.batching_systems import ALONE
 from cbdisagg_bench.batching_wall import Lab, calibration
-from transformers import LlamaConfig, LlamaForCausalLM
 
 SCALE = replace(SCALES["cpu"], prompt=16, mean=6.0, caps=(4, 24), pool=160, chunk=16, vocab=128, quick=12)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
 
 
 def test_systems_take_turns_and_give_the_same_tokens(folder: Path) -> None:
@@ -62,3 +43,19 @@ def test_calibration_gives_a_cost_for_every_step(folder: Path) -> None:
 def test_calibration_stays_within_the_pool(scale: Scale) -> None:
     for case in calibration(scale):
         assert sum(part.start + part.tokens for part in case.work) <= scale.pool
+
+
+def test_a_model_with_random_weights_is_made_where_it_runs_and_leaves_nothing() -> None:
+    """The GPU scale's way, at a size for a CPU."""
+    told: list[float] = []
+    size = replace(SCALES["gpu"], caps=(4,), pool=1200)
+    with model_folder("opt-tiny", "bfloat16", "cpu", told.append) as folder:
+        lab = Lab(folder, "bfloat16", 1, size)
+        assert (lab.info.family, lab.info.layers, lab.info.vocab) == ("opt", 2, 50_272)
+        results = Results(size, "wall", size.profile, workloads(size, size.caps, 3, lab.info.vocab, 7))
+        run_virtual(results, ("S1", "S3"), lambda text: None)
+        run_wall(results, lab, lambda text, done: None)
+    assert told[-1] == 1.0 and not folder.exists()
+    s1, s3 = (results.runs[4, name].wall for name in ("S1", "S3"))
+    assert s1 is not None and s3 is not None and s1.outputs == s3.outputs
+    assert len({token for ids in s1.outputs for token in ids}) > 1
