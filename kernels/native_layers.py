@@ -13,7 +13,7 @@ import torch
 from cbdisagg_kernels.layers import Layer, Norm, Stack, Written
 from cbdisagg_kernels.native import Native
 from cbdisagg_kernels.native_attention import Job, NativePlan, NativeSelfAttention
-from cbdisagg_kernels.native_linear import NativeLinear
+from cbdisagg_kernels.native_linear import NativeLinear, buffer_rows
 from cbdisagg_kernels.native_small import Activation
 from torch import Tensor
 
@@ -111,6 +111,7 @@ class NativeLayers:
 
     def _places(self, rows: int) -> list[int]:
         """Addresses of the step's buffers; what a longer step has needed is kept."""
+        rows = buffer_rows(rows, self.threads)
         needed = rows * sum(self.row_bytes) + LINE
         if len(self.memory) < needed:
             self.memory = torch.empty(needed, dtype=torch.uint8)

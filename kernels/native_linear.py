@@ -31,6 +31,9 @@ ABOVE, BELOW = 32, 8
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2
 NUMBERS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
+ROWS_ALONE = 2
+"""Of `cpu/common.h`: with so few rows each thread prepares them all, in a place of its own."""
+
 CHUNK_BYTES = 64 << 20
 HUGE_PAGE = 2 << 20
 LINE = 64
@@ -91,7 +94,9 @@ class NativeLinear:
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, columns = len(x), self.weight.columns
         y = torch.empty(rows, columns, dtype=torch.float32 if wide else x.dtype)
-        scratch = torch.empty(rows * self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
+        threads = torch.get_num_threads()
+        needed = buffer_rows(rows, threads) * self.scratch_bytes
+        scratch = torch.empty(needed, dtype=torch.uint8) if needed else None
         product = Product(
             self.address,
             x.data_ptr(),
@@ -104,7 +109,7 @@ class NativeLinear:
             rows,
             wide,
         )
-        self.multiply(ctypes.byref(product), torch.get_num_threads())
+        self.multiply(ctypes.byref(product), threads)
         return y
 
 
@@ -165,6 +170,11 @@ class Packer:
             self.chunk = huge_memory(max(nbytes, CHUNK_BYTES)).numpy()
         taken, self.chunk = self.chunk[:nbytes], self.chunk[-(-nbytes // LINE) * LINE :]
         return taken
+
+
+def buffer_rows(rows: int, threads: int) -> int:
+    """Rows that a buffer between operators must have room for."""
+    return max(rows, min(rows, ROWS_ALONE) * threads)
 
 
 def _padded(inputs: int, dtype: torch.dtype) -> int:

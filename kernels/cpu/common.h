@@ -62,6 +62,13 @@ void team_run(team_part run, void *job, int threads);
 /* Wait until all threads of the team are here. Yields the core when that takes long: it may be what they wait for. */
 void team_barrier(struct team *team);
 
+/* With so few rows each thread prepares all of them for itself, in a place of its own, instead of waiting for the others:
+ * to norm or to quantise a row takes about as long as a barrier. */
+enum { ROWS_ALONE = 2 };
+
+/* The first of `rows` rows that are for `part`, in a buffer that has room for as many as `buffer_rows` of native_linear.py. */
+INLINE int64_t own_rows(int64_t rows, int part) { return rows <= ROWS_ALONE ? rows * part : 0; }
+
 /* Items [*begin, *end) of `count` are for `part`: `parts` runs of nearly equal length, in order. */
 INLINE void share(int64_t count, int part, int parts, int64_t *begin, int64_t *end) {
     *begin = count * part / parts;

@@ -38,13 +38,13 @@ struct product {
     const void *x;
     void *y;
     const void *residual; /* added to y, or NULL; may be y itself */
-    void *scratch;   /* quantised rows, for int8: scratch_bytes(); else unused */
+    void *scratch;   /* quantised rows, for int8: cbd_int8_row_bytes() for each of `buffer_rows`; else unused */
     int64_t x_stride, y_stride, residual_stride;
     int32_t rows;
     int32_t y_float; /* y is float32 whatever x is: logits */
 };
 
-/* One thread's share. All threads of a team call it; y is whole after the next barrier. int8 has a barrier inside. */
+/* One thread's share. All threads of a team call it; y is whole after the next barrier. int8 may have a barrier inside. */
 void product_part(const struct product *product, int part, struct team *team);
 
 /* A tile: `rows` rows of x from `row` on times one panel into out. On the way it fetches what lies `ahead`, so much of it

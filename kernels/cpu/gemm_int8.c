@@ -213,12 +213,15 @@ void int8_part(const struct product *product, int part, struct team *team) {
     const int64_t row_bytes = cbd_int8_row_bytes(weight->inputs);
     const int64_t size = weight->rows_number == FLOAT32 ? 4 : 2;
     int64_t begin, end;
-    share(product->rows, part, team->parts, &begin, &end);
+    struct product own = *product; /* of this thread: where its quantised rows are */
+    own.scratch = (char *)product->scratch + own_rows(product->rows, part) * row_bytes;
+    const int alone = product->rows <= ROWS_ALONE;
+    share(product->rows, alone ? 0 : part, alone ? 1 : team->parts, &begin, &end);
     for (int64_t row = begin; row < end; row++)
         quantise_row((const char *)product->x + row * product->x_stride * size, weight->rows_number, weight->inputs,
-                     (struct row_group *)((char *)product->scratch + row * row_bytes));
-    team_barrier(team);
-    product_tiles(product, tile_int8, INT8_ROWS, cbd_int8_panel_bytes(weight->inputs), part, team->parts);
+                     (struct row_group *)((char *)own.scratch + row * row_bytes));
+    if (!alone) team_barrier(team);
+    product_tiles(&own, tile_int8, INT8_ROWS, cbd_int8_panel_bytes(weight->inputs), part, team->parts);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- pack */

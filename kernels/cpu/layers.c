@@ -2,7 +2,7 @@
  * operator, and nothing returns to Python in between.
  *
  * Knows the order of the operators; each is in its own file, and a step that calls them one by one computes the same
- * bits. Rows are contiguous in all buffers, which are the caller's and hold `rows` rows each.
+ * bits. Rows are contiguous in all buffers, which are the caller's and hold `buffer_rows` of native_linear.py each.
  *
  * The form in single operators is cbdisagg/engine/model.py.
  */
@@ -57,6 +57,19 @@ static void normalise(const struct layers *job, const void *weight, const void *
     team_barrier(team);
 }
 
+/* The norm of all rows, in `normed`: where this thread is to read it. */
+static const void *normed(const struct layers *job, const void *weight, const void *bias, int rows, int part,
+                          struct team *team) {
+    if (rows > ROWS_ALONE) {
+        normalise(job, weight, bias, job->normed, rows, part, team);
+        return job->normed;
+    }
+    struct team alone = {.parts = 1};
+    void *own = (char *)job->normed + own_rows(rows, part) * job->hidden * (job->is_bf16 ? 2 : 4);
+    normalise(job, weight, bias, own, rows, 0, &alone);
+    return own;
+}
+
 /* Rows `chosen` of both buffers to their beginning, by way of `normed` and `qkv`, which are free then. */
 static void keep_chosen(const struct layers *job, int width, int part, struct team *team) {
     const size_t size = job->is_bf16 ? 2 : 4, x_bytes = job->hidden * size, attended_bytes = width * size;
@@ -105,15 +118,15 @@ static void layers_part(void *data, int part, struct team *team) {
     for (int n = job->first; n < job->last; n++) {
         const struct layer *layer = job->layers + n;
         int ends = n == job->count - 1 && job->chosen, rows = ends ? job->chosen_rows : job->rows;
-        if (job->norm_first)
-            normalise(job, layer->attention_weight, layer->attention_bias, job->normed, job->rows, part, team);
-        attend(job, n, job->norm_first ? job->normed : job->x, rows > 0, part, team);
+        const void *x = job->x;
+        if (job->norm_first) x = normed(job, layer->attention_weight, layer->attention_bias, job->rows, part, team);
+        attend(job, n, x, rows > 0, part, team);
         if (!rows) return;
         if (ends) keep_chosen(job, layer->out->inputs, part, team);
         multiply(job, layer->out, job->attended, job->x, job->x, rows, part, team);
         if (job->norm_first) {
-            normalise(job, layer->feed_weight, layer->feed_bias, job->normed, rows, part, team);
-            feed(job, layer, job->normed, rows, part, team);
+            x = normed(job, layer->feed_weight, layer->feed_bias, rows, part, team);
+            feed(job, layer, x, rows, part, team);
         } else {
             normalise(job, layer->attention_weight, layer->attention_bias, job->x, rows, part, team);
             feed(job, layer, job->x, rows, part, team);

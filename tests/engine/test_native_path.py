@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no native kernels here
 
 
 def step(runner: TorchRunner, push: bool = False) -> tuple[list[int], list[int]]:
-    """A mixed step of two prompts and a chunk that draws nothing, then one token each: ids drawn, layers pushed."""
+    """A mixed step of two prompts and a chunk that draws nothing, then one token each, then so few that threads prepare
+    rows for themselves: ids drawn, layers pushed."""
     pushed: list[int] = []
     prompts = [[5, 6, 7], list(range(40)), list(range(9, 60))]
     admits = tuple(
@@ -35,7 +36,8 @@ def step(runner: TorchRunner, push: bool = False) -> tuple[list[int], list[int]]
     first = (Slice(0, 0, 3, 1), Slice(1, 0, 40, 1, push=target), Slice(2, 0, 20, 0))
     second = (Slice(2, 20, 31, 1), Slice(1, 40, 1, 1), Slice(0, 3, 1, 1))
     ids = []
-    for number, (admit, slices) in enumerate([(admits, first), ((), second)]):
+    fewer = [(Slice(0, 4, 1, 1),), (Slice(0, 5, 1, 1), Slice(1, 41, 1, 1))]
+    for number, (admit, slices) in enumerate([(admits, first), ((), second), *(((), each) for each in fewer)]):
         result = runner.run(StepPlan(number, (), admit, (), slices), lambda layer, _: pushed.append(layer))
         ids += [token for sampled in result.sampled for token in sampled.ids]
     return ids, pushed
@@ -46,7 +48,7 @@ def test_a_whole_model_is_one_call(twin: Any) -> None:
         assert isinstance(twin.runner(dtype).decoder.run_layers, NativeLayers)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("weights", ["same", "int8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_call_gives_the_bits_of_its_operators(twin: Any, dtype: str, weights: str, threads: int) -> None:
