@@ -19,7 +19,7 @@ import typer
 import uvloop
 from cbdisagg_bench.load_asks import Ask, fill
 from cbdisagg_bench.load_client import Answer, Client, run
-from cbdisagg_bench.load_report import Aims, Report, summarise, table
+from cbdisagg_bench.load_report import Aims, Report, heading, summarise, summarise_all, table
 from cbdisagg_bench.load_servers import Server, check_lengths, find, named
 from cbdisagg_bench.options import at_least
 from rich.console import Console
@@ -54,7 +54,7 @@ class Runs:
     seconds: list[float] = field(default_factory=list)
 
     def report(self, aims: Aims) -> Report:
-        return summarise([answer for run in self.answers for answer in run], sum(self.seconds), aims)
+        return summarise_all(self.answers, self.seconds, aims)
 
     @property
     def rates(self) -> list[float]:
@@ -196,13 +196,16 @@ async def _take_turns(
 def _print(servers: Sequence[Server], runs: Sequence[Runs], aims: Aims) -> None:
     console = Console()
     for server, taken in zip(servers, runs, strict=True):
-        console.print(table(server.name, taken.report(aims), taken.rates))
+        report = taken.report(aims)
+        console.print(heading(server.name, report, taken.rates), highlight=False)
+        console.print(table(report))
     if len(servers) > 1:
         first = statistics.median(runs[0].rates)
         for server, taken in zip(servers[1:], runs[1:], strict=True):
             other = statistics.median(taken.rates)
             times = f"{first / other:.2f} times" if other else "some, and"
-            console.print(f"{servers[0].name} generates {times} the tokens of {server.name} (medians of the runs)")
+            told = f"{servers[0].name} generates {times} the tokens of {server.name} (medians of the runs)"
+            console.print(told, highlight=False)
 
 
 def _told(

@@ -16,6 +16,8 @@ from cbdisagg_bench.load_client import Answer
 from rich.table import Table
 
 PERCENTILES = (50, 90, 99)
+WORTH_SHOWING_MS = 5.0
+"""Requests that all left sooner than this after their arrival have not queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,14 @@ class Report:
 
 
 def summarise(answers: Sequence[Answer], seconds: float, aims: Aims | None = None) -> Report:
-    """`seconds`: from the start to the last answer, of all runs together that the answers are from."""
+    """Of one run: `seconds` from the start to the last answer."""
+    return summarise_all([answers], [seconds], aims)
+
+
+def summarise_all(runs: Sequence[Sequence[Answer]], lasted: Sequence[float], aims: Aims | None = None) -> Report:
+    """Of several runs together; `lasted`: the seconds of each."""
+    answers, seconds = [answer for run in runs for answer in run], sum(lasted)
+    most, busy = zip(*map(in_flight, runs), strict=True)
     done = [answer for answer in answers if not answer.error]
     generated = sum(answer.tokens for answer in done)
     prompts = sum(answer.prompt_tokens or answer.ask.prompt_ids for answer in done)
@@ -69,7 +78,7 @@ def summarise(answers: Sequence[Answer], seconds: float, aims: Aims | None = Non
         requests_per_s=round(len(done) / seconds, 3),
         generated_per_s=round(generated / seconds, 1),
         total_per_s=round((generated + prompts) / seconds, 1),
-        in_flight=in_flight(done, seconds),
+        in_flight=[round(sum(busy) / seconds, 2), float(max(most))],
         ttft_ms=percentiles([ttft(answer) for answer in done]),
         tpot_ms=percentiles([tpot(answer) for answer in done if answer.tokens > 1]),
         itl_ms=percentiles([gap for answer in done for gap in np.diff(answer.times)]),
@@ -103,11 +112,12 @@ def goodput(answers: Sequence[Answer], aims: Aims) -> int | None:
     )
 
 
-def in_flight(answers: Sequence[Answer], seconds: float) -> list[float]:
-    """Requests that the server had, [mean over the time, most at once]."""
-    changes = sorted([(answer.sent, 1) for answer in answers] + [(answer.times[-1], -1) for answer in answers])
+def in_flight(answers: Sequence[Answer]) -> tuple[int, float]:
+    """Requests of one run at the server: the most at once, and the seconds of all of them."""
+    done = [answer for answer in answers if not answer.error]
+    changes = sorted([(answer.sent, 1) for answer in done] + [(answer.times[-1], -1) for answer in done])
     most = max(np.cumsum([change for _, change in changes]), default=0)
-    return [round(sum(answer.times[-1] - answer.sent for answer in answers) / seconds, 2), float(most)]
+    return int(most), sum(answer.times[-1] - answer.sent for answer in done)
 
 
 def percentiles(seconds: Sequence[float]) -> list[float]:
@@ -115,8 +125,8 @@ def percentiles(seconds: Sequence[float]) -> list[float]:
     return [round(float(value) * 1e3, 2) for value in np.percentile(seconds, PERCENTILES)] if seconds else []
 
 
-def table(name: str, report: Report, runs: Sequence[float]) -> Table:
-    """`runs`: generated tokens per second of each run, if there were several."""
+def heading(name: str, report: Report, runs: Sequence[float]) -> str:
+    """`runs`: generated tokens per second of each run."""
     spread = f" ({min(runs):.0f} to {max(runs):.0f} in {len(runs)} runs)" if len(runs) > 1 else ""
     lines = [
         f"{name}: {report.requests} requests, {report.failed} failed, {report.seconds:.1f} s",
@@ -125,11 +135,15 @@ def table(name: str, report: Report, runs: Sequence[float]) -> Table:
     ]
     if report.good is not None:
         lines.append(f"within targets: {report.good:.1%} of the requests, {report.good_per_s} per second")
-    shown = Table(title="\n".join(lines), title_justify="left")
+    return "\n".join(lines)
+
+
+def table(report: Report) -> Table:
+    shown = Table()
     for column in ("ms", *(f"p{percent}" for percent in PERCENTILES)):
         shown.add_column(column, justify="right")
     rows = {"TTFT": report.ttft_ms, "TPOT": report.tpot_ms, "ITL": report.itl_ms, "e2e": report.e2e_ms}
-    if max(report.queue_ms, default=0.0) >= 1.0:
+    if max(report.queue_ms, default=0.0) >= WORTH_SHOWING_MS:
         rows["queue"] = report.queue_ms
     for label, values in rows.items():
         shown.add_row(label, *(f"{value:.2f}" for value in values))
