@@ -19,6 +19,8 @@ from rich.progress import Progress
 
 SILENCE_S = 300.0
 """A server that sends nothing for so long has lost the request."""
+RENEW_S = 1.0
+"""How often that is looked at: a timer for each read, which is aiohttp's own way, costs much of the reading."""
 REFUSALS = (429, 503)
 
 
@@ -57,12 +59,17 @@ class Client:
         now = self._clock()
         answer = Answer(ask, arrived=ask.arrival_s or now, sent=now)
         try:
-            async with self._session.post(f"{self._url}/v1/completions", json=self._body(ask)) as response:
+            async with (
+                asyncio.timeout(SILENCE_S) as patience,
+                self._session.post(f"{self._url}/v1/completions", json=self._body(ask)) as response,
+            ):
                 if response.status == 200:
-                    await _Reading(answer).read(response, self._clock)
+                    await _Reading(answer).read(response, self._clock, patience)
                 else:
                     answer.refused = response.status in REFUSALS
                     answer.error = f"{response.status} {(await response.text())[:200].strip()}"
+        except TimeoutError:
+            answer.error = f"nothing came for {SILENCE_S:.0f} s"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         if self._ignore_eos and not answer.error and answer.tokens != ask.output_tokens:
@@ -92,11 +99,16 @@ class _Reading:
         self._silent: list[int] = []  # events without text: a part of a character, or the end alone
         self._ended = False
 
-    async def read(self, response: aiohttp.ClientResponse, clock: Callable[[], float]) -> None:
+    async def read(
+        self, response: aiohttp.ClientResponse, clock: Callable[[], float], patience: asyncio.Timeout
+    ) -> None:
         """Raises ValueError for what is no stream of completions."""
-        events = Events()
+        events, renewed = Events(), clock()
         async for data in response.content.iter_any():
             at = clock()
+            if at > renewed + RENEW_S:
+                renewed = at
+                patience.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
             for payload in events.feed(data):
                 if payload == DONE:
                     self._ended = True
@@ -132,7 +144,7 @@ class _Reading:
 def open_session(api_key: str = "") -> aiohttp.ClientSession:
     """Connections without limit."""
     return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S),
+        timeout=aiohttp.ClientTimeout(total=None),
         connector=aiohttp.TCPConnector(limit=0),
         headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from cbdisagg_bench import load_client
 from cbdisagg_bench.load_asks import Ask, fill
 from cbdisagg_bench.load_client import Answer
 from cbdisagg_bench.load_events import Events, read_chunk
@@ -142,21 +143,23 @@ def test_a_chunk_is_read_whatever_else_is_in_it() -> None:
 class FakeServer:
     """Streams as many tokens as asked for, `at_once` to an event, and ends as llama.cpp does, with an empty text.
 
-    Refuses the requests whose numbers (from 0) are in `refused`; breaks off those in `broken`. `honest`: it tells its
-    usage.
+    By their numbers (from 0), it refuses requests in `refused`, breaks off those in `broken`, and says nothing more in
+    those in `silent` until `go_on` is set. `honest`: it tells its usage.
     """
 
     def __init__(
         self,
         refused: Sequence[int] = (),
         broken: Sequence[int] = (),
+        silent: Sequence[int] = (),
         *,
         at_once: int = 1,
         honest: bool = False,
         max_len: int = 0,
         status: int = 200,
     ) -> None:
-        self.refused, self.broken, self.at_once, self.honest = refused, broken, at_once, honest
+        self.refused, self.broken, self.silent, self.at_once, self.honest = refused, broken, silent, at_once, honest
+        self.go_on = asyncio.Event()
         self.max_len, self.status = max_len, status
         self.bodies: list[dict[str, object]] = []
         self.running = self.most = 0
@@ -174,18 +177,20 @@ class FakeServer:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            return await self._stream(request, body["max_tokens"], number in self.broken)
+            return await self._stream(request, body["max_tokens"], number)
         finally:
             self.running -= 1
 
-    async def _stream(self, request: web.Request, tokens: int, broken: bool) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, tokens: int, number: int) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         for _ in range(0, tokens, self.at_once):
             await asyncio.sleep(0)
             await response.write(b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n')
-            if broken:
+            if number in self.broken:
                 return response
+            if number in self.silent:
+                await self.go_on.wait()
         if self.honest:
             await response.write(b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n')
             usage = {"prompt_tokens": 3, "completion_tokens": tokens}
@@ -255,6 +260,14 @@ async def test_an_answer_that_breaks_off_has_failed(start) -> None:
     running = await start(FakeServer(broken=(0,)))
     status, _, err = await running.load(running.url)
     assert status == 1 and "the stream broke off" in err
+
+
+async def test_a_server_that_falls_silent_is_given_up(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_client, "SILENCE_S", 0.05)
+    running = await start(FakeServer(silent=(2,)))
+    status, out, err = await running.load(running.url, "--json")
+    running.fake.go_on.set()
+    assert status == 1 and "nothing came for" in err and json.loads(out)["failed"] == 1
 
 
 async def test_a_server_that_tells_its_usage_is_believed(start, tmp_path: Path) -> None:
