@@ -23,7 +23,7 @@ class Model(Struct, frozen=True, forbid_unknown_fields=True):
     path: str = ""
     name: str = ""
     served_name: str = ""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     weights: Literal["same", "int8"] = "same"
     max_len: int = 0
 
@@ -42,18 +42,22 @@ class Targets(Struct, frozen=True, forbid_unknown_fields=True):
 class Workers(Struct, frozen=True, forbid_unknown_fields=True):
     """`count` equal workers. `role` is a preference that the policy reads, not a limit.
 
+    `device`: "cpu", or an NVIDIA GPU, "cuda:0" and so on; all workers on one kind. `memory_fraction`: of its GPU's
+    memory that each worker takes, weights and KV together; 0: the workers of a GPU share nine tenths.
+
     `threads` 0 divides the cores among the workers; `cpus` pins ("0,2-3"; "" pins when cores are shared; "none" never).
     """
 
     role: Literal["prefill", "decode", "any"] = "any"
     count: int = 1
-    device: Literal["cpu"] = "cpu"
+    device: str = "cpu"
     threads: int = 0
     cpus: str = ""
+    memory_fraction: float = 0.0
 
 
 class Kv(Struct, frozen=True, forbid_unknown_fields=True):
-    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB.
+    """The paged KV cache of each worker. Give `pages` or `memory_mb`; neither: 512 MiB, on a GPU all of its fraction.
 
     `allocator`: pages as tokens come (paged), or how others reserve them, to compare with (core/baselines.py): for
     `model.max_len` tokens, for a power of two of output tokens, or for max_tokens as if all of them will come (oracle).
@@ -114,7 +118,7 @@ class Transfer(Struct, frozen=True, forbid_unknown_fields=True):
     `floor_gbps`: a pair whose self-test is slower (in 10^9 bytes per second) is reported and not used. 0: no floor.
     """
 
-    kind: Literal["auto", "shm", "zmq"] = "auto"
+    kind: Literal["auto", "shm", "cuda_ipc", "zmq"] = "auto"
     floor_gbps: float = 0.0
 
 
@@ -192,6 +196,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     cluster: Cluster = field(default_factory=Cluster)
     profile: ProfileFile = field(default_factory=ProfileFile)
     debug: Debug = field(default_factory=Debug)
+
+
+def on_gpus(config: Config) -> bool:
+    """Whether the workers are on GPUs: all are, or none is. Then they take one plan ahead of the one under way."""
+    return config.workers[0].device != "cpu"
 
 
 class ConfigError(Exception):

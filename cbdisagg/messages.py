@@ -382,8 +382,9 @@ class PushStopped(Struct, frozen=True, tag=True):
 class PoolInfo(Struct, frozen=True, array_like=True):
     """One worker's KV pool, as a peer needs to know it.
 
-    Pages lie `[layer][page][page_bytes]` from `offset` in the memory file `fd` of process `pid`; the first bytes of the
-    file hold `nonce`, so a peer that opens another file by mistake notices. [`scratch`, `offset`) takes self-tests.
+    Pages lie `[layer][page][page_bytes]` from `offset` in the memory file `fd` of process `pid`, or in the memory of a
+    GPU that CUDA IPC opens by `handle`; the first bytes hold `nonce`, so a peer that opens another pool by mistake
+    notices. [`scratch`, `offset`) takes self-tests.
     """
 
     pid: int
@@ -396,6 +397,7 @@ class PoolInfo(Struct, frozen=True, array_like=True):
     page_bytes: int
     data_endpoint: str
     data_public_key: str = ""
+    handle: bytes = b""
 
 
 class Costs(Struct, frozen=True):

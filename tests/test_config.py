@@ -63,7 +63,6 @@ REFUSED = {
     "[policy]\nmode = 'atuo'": 'x.toml: [policy] mode = "atuo": not allowed; want "auto" or "aggregate" or '
     '"disaggregate"; did you mean "auto"?',
     "[[workers]]\nrole = 'both'": 'x.toml: [workers.0] role = "both": not allowed; want "prefill" or "decode" or "any"',
-    "[[workers]]\ndevice = 'tpu'": 'x.toml: [workers.0] device = "tpu": not allowed; want "cpu"',
     # values
     "[http]\nport = 65536": "x.toml: [http] port = 65536: must be from 0 to 65535",
     "[targets]\ntpot_ms = 0": "x.toml: [targets] tpot_ms = 0.0: must be from 0.1 to 600000",
@@ -77,6 +76,24 @@ REFUSED = {
     "[[workers]]\ncount = 0": "x.toml: [workers.0] count = 0: must be from 1 to 256",
     "[[workers]]\nthreads = 5": "x.toml: [workers.0] threads = 5: must be from 0 (shared out) to 4, "
     "the cores of this machine",
+    "[[workers]]\ndevice = 'tpu'": 'x.toml: [workers.0] device = "tpu": must be "cpu" or a GPU, as "cuda:0"',
+    "[[workers]]\ndevice = 'cuda'": 'x.toml: [workers.0] device = "cuda": must be "cpu" or a GPU, as "cuda:0"',
+    "[[workers]]\nmemory_fraction = 0.5": "x.toml: [workers.0] memory_fraction = 0.5: is for GPUs; on a CPU set "
+    "[kv] memory_mb",
+    "[[workers]]\ndevice = 'cuda:1'\nmemory_fraction = 0.6\ncount = 2": "x.toml: [workers.0] memory_fraction = 0.6: "
+    "the workers on cuda:1 would take 1.20 of its memory; at most 1",
+    "[[workers]]\ndevice = 'cuda:0'\nmemory_fraction = -1.0": "x.toml: [workers.0] memory_fraction = -1.0: must be "
+    "from 0 (shared evenly) to 1",
+    "[[workers]]\nrole = 'any'\n[[workers]]\ndevice = 'cuda:0'": 'x.toml: [workers.1] device = "cuda:0": other workers '
+    'are on "cpu", another kind of device: pages of one mean nothing to the other',
+    "[model]\ndtype = 'float16'": 'x.toml: [model] dtype = "float16": is for GPUs; CPUs compute '
+    '"bfloat16" and "float32"',
+    "[model]\nweights = 'int8'\n[[workers]]\ndevice = 'cuda:0'": 'x.toml: [model] weights = "int8": is for CPUs; on '
+    'GPUs only "same" is there',
+    "[transfer]\nkind = 'cuda_ipc'": 'x.toml: [transfer] kind = "cuda_ipc": is for GPUs; on CPUs there are "shm" and '
+    '"zmq"',
+    "[transfer]\nkind = 'shm'\n[[workers]]\ndevice = 'cuda:0'": 'x.toml: [transfer] kind = "shm": is for CPUs; on GPUs '
+    'there are "cuda_ipc" and "zmq"',
     "workers = []": "x.toml: workers = []: at least one group of workers is needed",
     # pinning
     "[[workers]]\ncpus = '2-9'": 'x.toml: [workers.0] cpus = "2-9": core 4 is not there; usable cores: 0-3',
@@ -262,7 +279,12 @@ def test_config_files_load_say_what_they_are_for_and_comment_every_key(path: Pat
 
 def test_the_config_files_are_those_of_the_readme_and_differ_as_they_say() -> None:
     files = {path.stem: load_config(path) for path in CONFIGS.glob("*.toml")}
-    assert files.keys() == {"1p1d", "2p2d", "colocated", "latency", "throughput"}
+    assert files.keys() == {"1p1d", "2p2d", "colocated", "latency", "throughput", "gpu-1p1d", "gpu-2p2d"}
+    assert [(each.role, each.device) for each in files["gpu-1p1d"].workers] == [
+        ("prefill", "cuda:0"),
+        ("decode", "cuda:0"),
+    ]
+    assert [each.device for each in files["gpu-2p2d"].workers] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert files["1p1d"] == Config()
     assert files["2p2d"] == Config(workers=(Workers("prefill", 2), Workers("decode", 2)))
     assert files["colocated"] == Config(workers=(Workers("any"),))
@@ -291,9 +313,17 @@ def section(name: str, kind: Any, /, **fixed: st.SearchStrategy[Any]) -> st.Sear
 
 
 nothing, text = st.just(""), st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+dtypes = st.sampled_from(["float32", "bfloat16"])
 models = st.one_of(
-    section("model", Model, name=text.filter(bool), path=nothing, served_name=st.sampled_from(["", "名", "a/b"])),
-    section("model", Model, name=nothing, path=text.filter(bool), served_name=nothing),
+    section(
+        "model",
+        Model,
+        name=text.filter(bool),
+        path=nothing,
+        served_name=st.sampled_from(["", "名", "a/b"]),
+        dtype=dtypes,
+    ),
+    section("model", Model, name=nothing, path=text.filter(bool), served_name=nothing, dtype=dtypes),
 )
 groups = st.builds(
     Workers, st.sampled_from(["prefill", "decode", "any"]), st.integers(1, 3), st.just("cpu"), st.integers(0, 4)
@@ -306,7 +336,7 @@ configs = st.builds(
     kv=section("kv", Kv, page_size=st.sampled_from([8, 16, 32, 64, 128]), pages=st.just(0), allocator=st.just("paged")),
     scheduler=section("scheduler", Scheduler, batching=st.just("continuous"), static_length=st.just(0)),
     policy=section("policy", Policy, pin_prefill=st.just(0), pin_decode=st.just(0)),
-    transfer=section("transfer", SECTIONS["transfer"]),
+    transfer=section("transfer", SECTIONS["transfer"], kind=st.sampled_from(["auto", "shm", "zmq"])),
     http=section("http", Http, api_key_file=nothing),
     limits=section("limits", SECTIONS["limits"]),
     cluster=st.just(SECTIONS["cluster"]()),

@@ -1,8 +1,11 @@
-"""What a worker's shell does with an engine and a transport: three threads: to compute, to open ways, to check pages.
+"""What a worker's shell does with an engine and a transport: threads to compute, to open ways, to check pages.
 
 The computing thread does nothing but steps, in the order planned, each followed by the end of its pushes. So when the
 core learns of a step, the data that it pushed have been given to the transport (all of them are in place with shm).
 Checks have a thread of their own: to open a way may take seconds, and a request waits for its check.
+
+With a `Launcher` there is a fourth, which waits for the device: the computing thread has then queued the next step
+already, and the core learns of a step when it is over and its pushes have ended, as ever.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from cbdisagg.actors.lane import Lane
 from cbdisagg.actors.shell import Deed
 from cbdisagg.core.effects import Check, Connect, Disconnect, Expect, Forget, RunStep, Verify
 from cbdisagg.core.events import Checked, Connected, StepDone, Verified, WorkerEvent
-from cbdisagg.engine.base import Runner
-from cbdisagg.messages import Address, AttemptId, Probe, StepPlan, WorkerInfo
+from cbdisagg.engine.base import Launcher, Runner
+from cbdisagg.messages import Address, AttemptId, Probe, StepPlan, StepResult, WorkerInfo
 from cbdisagg.transfer.base import Pool, Transfer
 from cbdisagg.transfer.checksums import damaged_pages, page_checksums
 
@@ -32,7 +35,10 @@ class Lanes:
 
 
 class EngineHands:
-    """Events go to `put`. `checksums`: tell those of the pages that are pushed (debug.invariants)."""
+    """Events go to `put`. `checksums`: tell those of the pages that are pushed (debug.invariants).
+
+    `waits`: where the steps of a `Launcher` are waited for; None: the runner is none, or runs as others do.
+    """
 
     def __init__(
         self,
@@ -43,10 +49,11 @@ class EngineHands:
         put: Callable[[WorkerEvent], None],
         *,
         checksums: bool,
+        waits: Lane | None = None,
     ) -> None:
         self._runner, self._transfer, self._pool = runner, transfer, pool
         self._lanes, self._put = lanes, put
-        self._checksums = checksums
+        self._checksums, self._waits = checksums, waits
 
     def perform(self, deed: Deed) -> None:
         match deed:
@@ -68,7 +75,13 @@ class EngineHands:
                 assert_never(deed)
 
     def _step(self, plan: StepPlan) -> None:
-        result = self._runner.run(plan, self._transfer.push)
+        if self._waits is not None and isinstance(self._runner, Launcher):
+            wait = self._runner.launch(plan, self._transfer.push)
+            self._waits.do(lambda: self._end(plan, wait()))
+        else:
+            self._end(plan, self._runner.run(plan, self._transfer.push))
+
+    def _end(self, plan: StepPlan, result: StepResult) -> None:
         pushes = [piece.push for piece in plan.slices if piece.push is not None]
         checksums: tuple[tuple[int, bytes], ...] = ()
         if self._checksums:  # now, for once a push has ended its pages may be somebody else's

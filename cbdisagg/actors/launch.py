@@ -207,7 +207,14 @@ class Supervisor:
         )
         if child.spot is not None:
             spot = child.spot
-            start = msgspec.structs.replace(start, role=spot.role, threads=spot.threads, cpus=spot.cpus)
+            start = msgspec.structs.replace(
+                start,
+                role=spot.role,
+                threads=spot.threads,
+                cpus=spot.cpus,
+                device=spot.device,
+                memory_fraction=spot.memory_fraction,
+            )
         return start
 
     def _down(self, child: Child, why: str) -> None:

@@ -10,15 +10,23 @@ from cbdisagg.config import Workers
 from cbdisagg.messages import Role
 from cbdisagg.validate import UNPINNED, parse_cpus
 
+USED_OF_GPU = 0.9
+"""The part of a GPU's memory that workers share, if nothing else is said: the rest is for contexts and libraries."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """One worker: what it is called, how many threads compute, and the cores they are pinned to (none: not pinned)."""
+    """One worker: what it is called, how many threads compute, and the cores they are pinned to (none: not pinned).
+
+    On a GPU: which, and the part of its memory that the worker takes.
+    """
 
     name: str
     role: Role
     threads: int
     cpus: tuple[int, ...]
+    device: str = "cpu"
+    memory_fraction: float = 0.0
 
 
 def place_workers(groups: Sequence[Workers], cores: Cores) -> list[Spot]:
@@ -39,20 +47,33 @@ def place_workers(groups: Sequence[Workers], cores: Cores) -> list[Spot]:
     pinned = wanted <= room and not alone and cores.are_ours
     spots: list[Spot] = []
     names = iter(worker_names(groups))
+    fractions = memory_fractions(groups)
     for group in groups:
+        where = (group.device, fractions[group.device] if not group.memory_fraction else group.memory_fraction)
         listed = list(parse_cpus(group.cpus)) if _listed(group) else []
         each = len(listed) // group.count
         for _ in range(group.count):
             if listed:
                 own, listed = listed[:each], listed[each:]
-                spots.append(Spot(next(names), group.role, group.threads or each, tuple(own)))
+                spots.append(Spot(next(names), group.role, group.threads or each, tuple(own), *where))
                 continue
             threads = group.threads or share
             own = []
             if pinned:
                 own, free = free[:threads], free[threads:]
-            spots.append(Spot(next(names), group.role, threads, () if group.cpus == UNPINNED else tuple(own)))
+            spots.append(Spot(next(names), group.role, threads, () if group.cpus == UNPINNED else tuple(own), *where))
     return spots
+
+
+def memory_fractions(groups: Sequence[Workers]) -> dict[str, float]:
+    """By device, what each worker takes of its memory whose config does not say it: an equal part of what is left."""
+    fractions = {}
+    for device in {group.device for group in groups}:
+        here = [group for group in groups if group.device == device]
+        undecided = sum(group.count for group in here if not group.memory_fraction)
+        left = USED_OF_GPU - sum(group.count * group.memory_fraction for group in here)
+        fractions[device] = max(0.0, left) / undecided if undecided and device != "cpu" else 0.0
+    return fractions
 
 
 def worker_names(groups: Sequence[Workers]) -> list[str]:

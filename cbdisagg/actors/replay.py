@@ -9,6 +9,7 @@ from typing import Any
 
 from cbdisagg.actors.journal import Header, digest, read_journal
 from cbdisagg.actors.shell import Core
+from cbdisagg.config import on_gpus
 from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.invariants import BrokenInvariant, check_coordinator, check_worker
 from cbdisagg.core.worker import WorkerCore
@@ -49,7 +50,7 @@ def replay(first: Path) -> Finding:
 
 def _core(header: Header) -> tuple[Core[Any], Callable[[], None]]:
     if header.worker is not None:
-        worker = WorkerCore(header.worker, header.config)
+        worker = WorkerCore(header.worker, header.config, plans_ahead=int(on_gpus(header.config)))
         return worker, lambda: check_worker(worker)
     coordinator = CoordinatorCore(header.address, header.config)
     return coordinator, lambda: check_coordinator(coordinator)

@@ -1,22 +1,35 @@
-"""How many pages a worker's pool has and how long a request may be: the model's geometry meets the config."""
+"""How many pages a worker's pool has and how long a request may be: the model's geometry meets the config.
+
+On a GPU, also what its memory leaves for the pool.
+"""
 
 from __future__ import annotations
 
-from cbdisagg.config import ConfigError, Kv
+from cbdisagg.config import ConfigError, Kv, Scheduler
 
 DEFAULT_POOL_BYTES = 512 << 20
 
 
-def size_pool(kv: Kv, max_len: int, context: int, page_bytes: int) -> tuple[int, int]:
+WORKING_BYTES = 1 << 30
+"""On a GPU, besides weights and pages: the CUDA context, libraries' workspaces, graphs,"""
+ROW_BYTES = 1 << 18
+"""what a token of a step needs on its way through the layers,"""
+LOGIT_BYTES = 12
+"""and for each sequence and id a logit, rounded and whole, and its depth."""
+
+
+def size_pool(
+    kv: Kv, max_len: int, context: int, page_bytes: int, default_bytes: int = DEFAULT_POOL_BYTES
+) -> tuple[int, int]:
     """(pages of the pool, tokens of the longest request).
 
     `max_len` is the configured one (0: as long as possible), `context` the model's, `page_bytes` what a page takes in
-    all layers together. Raises ConfigError if they contradict each other: one request must fit the pool, or it would
-    wait for ever.
+    all layers together, `default_bytes` the size of the pool if the config gives none. Raises ConfigError if they
+    contradict each other: one request must fit the pool, or it would wait for ever.
     """
     if max_len > context:
         raise ConfigError(f"[model] max_len = {max_len}: this model's context is {context} tokens; lower max_len")
-    pages = kv.pages or ((kv.memory_mb << 20) or DEFAULT_POOL_BYTES) // page_bytes
+    pages = kv.pages or ((kv.memory_mb << 20) or default_bytes) // page_bytes
     if pages < 2:
         raise ConfigError(
             f"[kv] memory_mb = {kv.memory_mb} holds less than two pages of {page_bytes / 2**20:.1f} MiB; raise it"
@@ -32,3 +45,23 @@ def size_pool(kv: Kv, max_len: int, context: int, page_bytes: int) -> tuple[int,
             f"lower max_len, or set kv.pages to {needed} or kv.memory_mb to {megabytes}"
         )
     return pages, max_len or min(context, holds)
+
+
+def device_pool_bytes(
+    total: int, fraction: float, weights: int, vocab: int, scheduler: Scheduler, least: int, where: str
+) -> int:
+    """What is left for the pool in `fraction` of a GPU's `total` bytes, after `weights` bytes and what a step needs.
+
+    `least`: the smallest pool that is of use. `where` names the worker's settings. Raises ConfigError if it is less.
+    """
+    working = WORKING_BYTES + scheduler.token_budget * ROW_BYTES + scheduler.max_batch * vocab * LOGIT_BYTES
+    left = int(fraction * total) - weights - working
+    if left < least:
+        needed = weights + working + least
+        raise ConfigError(
+            f"{where}: needs about {needed / 2**30:.1f} GiB of GPU memory (weights {weights / 2**30:.1f}, a step "
+            f"{working / 2**30:.1f}, KV of one request {least / 2**30:.1f}) and memory_fraction {fraction:.2f} of "
+            f"{total / 2**30:.1f} GiB is {fraction * total / 2**30:.1f}: raise memory_fraction, lower model.max_len, "
+            "scheduler.token_budget or scheduler.max_batch, or serve a smaller model"
+        )
+    return left

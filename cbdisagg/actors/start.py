@@ -22,7 +22,8 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True):
     """One start of one process.
 
     `folder` is the run folder, which holds `config.json` and takes the sockets; `model` the prepared model folder.
-    `supervisor_pid` 0: do not end with the parent. `role`, `threads` and `cpus` concern workers; no `cpus`, no pinning.
+    `supervisor_pid` 0: do not end with the parent. What follows concerns workers; no `cpus`, no pinning;
+    `memory_fraction`: of a GPU.
     """
 
     kind: Kind
@@ -35,6 +36,8 @@ class Start(Struct, frozen=True, forbid_unknown_fields=True):
     role: Role = "any"
     threads: int = 1
     cpus: tuple[int, ...] = ()
+    device: str = "cpu"
+    memory_fraction: float = 0.0
 
     def write(self) -> Path:
         """Writes the file and returns its path."""

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from cbdisagg.actors.blame import Blame
+from cbdisagg.actors.device_load import load_on_device
 from cbdisagg.actors.hands import EngineHands, Lanes
 from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.lane import Lane
@@ -28,12 +29,12 @@ from cbdisagg.actors.shell import Shell
 from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start
 from cbdisagg.actors.starting import BEAT_S
-from cbdisagg.config import Config, ConfigError
+from cbdisagg.config import Config, ConfigError, on_gpus
 from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, WorkerEvent
 from cbdisagg.core.invariants import check_worker
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.core.worker import WorkerCore
-from cbdisagg.engine.base import Runner
+from cbdisagg.engine.base import Launcher, Runner
 from cbdisagg.load import cache_folder
 from cbdisagg.messages import (
     COARSE,
@@ -51,6 +52,8 @@ from cbdisagg.messages import (
     Up,
     WorkerInfo,
 )
+from cbdisagg.transfer.cuda_ipc import Copier
+from cbdisagg.transfer.cuda_pool import DevicePool
 from cbdisagg.transfer.pool import MappedPool, create_pool
 from cbdisagg.transfer.select import make_transfer
 
@@ -62,14 +65,15 @@ READ_S = 0.25
 class Loaded:
     """What loading gives. `fingerprint` names all that must be equal for pages to mean the same elsewhere.
 
-    `costs`: what steps are thought to cost before one has been run.
+    `costs`: what steps are thought to cost before one has been run. `copier`: see `make_transfer`.
     """
 
     runner: Runner
-    pool: MappedPool
+    pool: MappedPool | DevicePool
     fingerprint: str
     max_len: int
     costs: Costs = COARSE
+    copier: Copier | None = None
 
 
 Loader: TypeAlias = Callable[[Start, Config, Address, Callable[[str, float], None]], Loaded]
@@ -81,6 +85,11 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     progress("importing torch", 0.0)
     from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
 
+    costs = _profiled(config.profile.path)
+    if start.device != "cpu":
+        there = load_on_device(start, config, me, progress)
+        fingerprint = _fingerprint(there.fingerprint, config)
+        return Loaded(there.runner, there.pool, fingerprint, there.max_len, costs, there.copier)
     folder, dtype, weights = Path(start.model), config.model.dtype, config.model.weights
     page_size, cache = config.kv.page_size, cache_folder()
     model = describe(folder, dtype, weights, cache)
@@ -89,8 +98,11 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     pool = create_pool(me, model.layers, pages, page_bytes)
     progress("loading weights", 0.2)
     runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads, weights=weights, cache=cache)
-    fingerprint = f"{model.fingerprint} page {page_size} protocol {PROTOCOL_VERSION}"
-    return Loaded(runner, pool, fingerprint, max_len, _profiled(config.profile.path))
+    return Loaded(runner, pool, _fingerprint(model.fingerprint, config), max_len, costs)
+
+
+def _fingerprint(model: str, config: Config) -> str:
+    return f"{model} page {config.kv.page_size} protocol {PROTOCOL_VERSION}"
 
 
 def _profiled(path: str) -> Costs:
@@ -187,6 +199,7 @@ class Worker:
             on_broken=lambda peer, reason: self._from_thread(self._suspect, peer, reason),
             bind=config.cluster.bind,
             secret_key=keys.secret.decode() if keys is not None else "",
+            copier=loaded.copier,
         )
         info = WorkerInfo(
             address,
@@ -199,12 +212,18 @@ class Worker:
             loaded.max_len,
             loaded.costs,
         )
-        core = WorkerCore(info, config)
+        core = WorkerCore(info, config, plans_ahead=int(on_gpus(config)))
         self._shell = Shell(
             core,
             self._mailbox,
             EngineHands(
-                loaded.runner, transfer, loaded.pool, self._lanes, self._put, checksums=config.debug.invariants
+                loaded.runner,
+                transfer,
+                loaded.pool,
+                self._lanes,
+                self._put,
+                checksums=config.debug.invariants,
+                waits=Lane("waits", self._life.crash_from_thread) if isinstance(loaded.runner, Launcher) else None,
             ),
             on_retire=self._retire,
             check=(lambda: check_worker(core)) if config.debug.invariants else None,

@@ -8,9 +8,11 @@ threads.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +22,10 @@ from numpy.typing import NDArray
 
 from cbdisagg.config import ModelError
 from cbdisagg.engine import packed_file
+from cbdisagg.engine.device import Device
+from cbdisagg.engine.device_runner import DeviceRunner
 from cbdisagg.engine.families import Spec, weights_of
-from cbdisagg.engine.kv import LAYOUT, KvShape, pool_tensor
+from cbdisagg.engine.kv import LAYOUT, KvShape, as_pool, pool_tensor
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.engine.specs import read_spec
@@ -56,7 +60,9 @@ class ModelInfo:
         return KvShape(self.layers, self.kv_heads, self.head_dim, page_size, _dtype(self.dtype)).page_bytes
 
 
-def describe(folder: Path, dtype: str, weights: str = "same", cache: Path | None = None) -> ModelInfo:
+def describe(
+    folder: Path, dtype: str, weights: str = "same", cache: Path | None = None, device: torch.device = CPU
+) -> ModelInfo:
     """Read the config and look at the weight files. Raises ModelError if the model cannot be served so.
 
     `weights`: "same" or "int8". `cache`: see `build_runner`.
@@ -72,7 +78,7 @@ def describe(folder: Path, dtype: str, weights: str = "same", cache: Path | None
         vocab=spec.vocab,
         context=min(spec.context, spec.window or spec.context),
         parameters_bytes=sum(path.stat().st_size for path in files),
-        fingerprint=f"{_sampled(folder, files)} {dtype} {_ops(dtype, weights).name} {LAYOUT}",
+        fingerprint=f"{_sampled(folder, files)} {dtype} {_ops(dtype, weights, device).name} {LAYOUT}",
     )
 
 
@@ -105,6 +111,36 @@ def build_runner(
     return TorchRunner(decoder, max_len)
 
 
+def build_device_runner(
+    folder: Path,
+    dtype: str,
+    memory: Any,
+    page_size: int,
+    max_len: int,
+    device: Device,
+    most_slots: int,
+    most_batch: int,
+    cache: Path | None = None,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> DeviceRunner:
+    """Load a model on a GPU. `memory` [layers, pages, page_bytes], bytes that torch takes by the CUDA array interface.
+
+    `most_slots`, `most_batch`: see `DeviceRunner`; `progress` is called with the part of its graphs that is captured.
+    Raises ModelError as `build_runner` does.
+    """
+    spec = read_spec(folder, cache)
+    _check_length(spec, max_len)
+    shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, page_size, _dtype(dtype))
+    where = device.torch_device
+    pool = as_pool(torch.as_tensor(memory, device=where), shape)
+    ops = _ops(dtype, "same", where)
+    weights = weights_of(spec, load(folder))
+    with device.queueing():
+        decoder = Decoder(spec, weights, make_linears(weights, ops, shape.dtype), ops, pool, max_len)
+    device.mark().wait()
+    return DeviceRunner(decoder, max_len, device, most_slots, most_batch, progress)
+
+
 def _linears(folder: Path, spec: Spec, ops: Ops, dtype: torch.dtype, cache: Path | None) -> dict[str, Linear]:
     """All products, on a packed file if there is a place to keep one in."""
     weights = weights_of(spec, load(folder))
@@ -125,15 +161,15 @@ def _check_length(spec: Spec, max_len: int) -> None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
         raise ModelError(f"dtype = {name!r}: supported are {', '.join(dtypes)}")
     return dtypes[name]
 
 
-def _ops(dtype: str, weights: str) -> Ops:
+def _ops(dtype: str, weights: str, device: torch.device = CPU) -> Ops:
     try:
-        return select(CPU, _dtype(dtype), quantised=weights == "int8")
+        return select(device, _dtype(dtype), quantised=weights == "int8")
     except ValueError:
         raise ModelError(
             f'[model] weights = "{weights}" needs the C kernels, which cannot be had here: install a C compiler (or '

@@ -40,6 +40,10 @@ class Device(Protocol):
         """Within it, torch and Triton queue their work on the stream."""
         ...
 
+    def queueing_on(self, stream: int) -> AbstractContextManager[object]:
+        """The same with another stream, by its handle."""
+        ...
+
     def mark(self) -> Mark: ...
 
     def host_words(self, count: int) -> Tensor:
@@ -64,6 +68,9 @@ class HostDevice:
     stream = 0
 
     def queueing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def queueing_on(self, stream: int) -> AbstractContextManager[object]:
         return nullcontext()
 
     def mark(self) -> Mark:
@@ -96,6 +103,9 @@ class CudaDevice:
 
     def queueing(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
+
+    def queueing_on(self, stream: int) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
 
     def mark(self) -> Mark:
         return _CudaMark(self._stream)

@@ -40,8 +40,12 @@ def pool_tensor(memory: NDArray[np.uint8], shape: KvShape) -> Tensor:
 
     Raises ValueError if the memory was laid out for another model.
     """
+    return as_pool(torch.from_numpy(memory), shape)
+
+
+def as_pool(memory: Tensor, shape: KvShape) -> Tensor:
+    """The same of a tensor of bytes, wherever it is."""
     layers, pages, page_bytes = memory.shape
     if (layers, page_bytes) != (shape.layers, shape.page_bytes):
         raise ValueError(f"a pool of {layers} layers, {page_bytes} bytes a page; the model needs {shape}")
-    flat = torch.from_numpy(memory).view(shape.dtype)
-    return flat.view(layers, pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)
+    return memory.view(shape.dtype).view(layers, pages, 2, shape.kv_heads, shape.page_size, shape.head_dim)

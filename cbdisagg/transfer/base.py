@@ -1,14 +1,16 @@
 """Moving KV pages from a prefill worker's pool into a decode worker's: the seam, and who calls what from where.
 
-A worker has one `Transfer` for all its peers; for each peer it uses the first kind that works (shm, then zmq). Life
+A worker has one `Transfer` for all its peers; for each peer it uses the first kind that works (shm, or cuda_ipc where
+the pool is on a GPU, then zmq). Life
 of a pairing P -> D: D's `WorkerInfo` reaches P; P calls `connect`, which opens D's pool and writes a test pattern;
 P tells D by a Probe; D calls `verify`. Life of an attempt: D calls `expect`; P's runner thread calls `push` once a
-layer and `end` after the last layer of a step; `on_push_done` fires at P when the pages are no longer read (inside
-`end`: both kinds copy in the runner's thread); at D `on_landed` fires when all expected bytes are in place
-(receiver-placed kinds only); `forget` drops the rest.
+layer, and `end` is called when the step is done, by that thread or, with a device, by the one that has waited for it;
+`on_push_done` fires at P when the pages are no longer read, inside `end`; at D `on_landed` fires when all expected
+bytes are in place (receiver-placed kinds only); `forget` drops the rest.
 
-Ordering: `shm` is sender-placed, every byte is in D's pool when `end` returns, so P's next message to D comes after
-the data. `zmq` is receiver-placed, its data travel beside the messages, and D runs the request when both have come.
+Ordering: `shm` and `cuda_ipc` are sender-placed, every byte is in D's pool when `end` returns, so P's next message to D
+comes after the data. `zmq` is receiver-placed, its data travel beside the messages, and D runs the request when both
+have come.
 """
 
 from __future__ import annotations
@@ -48,14 +50,21 @@ class LinkFailed(Exception):
 
 
 class Pool(Protocol):
-    """This worker's KV memory: one anonymous memory file, mapped."""
+    """This worker's KV memory: one anonymous memory file, mapped, or one allocation on a GPU."""
 
     @property
     def info(self) -> PoolInfo: ...
 
     @property
     def pages(self) -> NDArray[np.uint8]:
-        """All pages as bytes, shape [layers, pages, page_bytes]; the engine builds its tensors on the same memory."""
+        """All pages as bytes, shape [layers, pages, page_bytes]; the engine builds its tensors on the same memory.
+
+        Of a pool on a GPU: what can be indexed and assigned as such an array, by layer, then by a range of pages.
+        """
+        ...
+
+    def clear_slot(self, incarnation: int) -> None:
+        """Forget what a peer has left here of its self-test."""
         ...
 
     def close(self) -> None: ...
@@ -88,8 +97,8 @@ class Transfer(Protocol):
         ...
 
     def end(self, push: Push) -> None:
-        """Runner thread, after the last layer: what is left goes out; on_push_done follows, also if the peer is
-        dead.
+        """After the last layer, when the step is done: what is left goes out, and what is on its way is waited for;
+        on_push_done follows, also if the peer is dead.
         """
         ...
 

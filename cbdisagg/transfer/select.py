@@ -1,4 +1,4 @@
-"""One worker's way to move pages: for each peer the first kind that works, in the order shm, zmq.
+"""One worker's way to move pages: for each peer the first kind that works, in the order of KINDS.
 
 Knows which kind each peer uses, and counts bytes and seconds of every push; how a kind works is its own file's
 business. `auto` falls back and says why; a kind that the config forces does not. To add a kind: one file with a
@@ -28,13 +28,16 @@ from cbdisagg.transfer.base import (
     PushDoneCallback,
     Seen,
 )
+from cbdisagg.transfer.cuda_ipc import Copier, CudaIpcLink, RunCopier
+from cbdisagg.transfer.cuda_pool import DevicePool
 from cbdisagg.transfer.landing import Landing
 from cbdisagg.transfer.pool import MappedPool
 from cbdisagg.transfer.zmq import Curve, ZmqLink, ZmqReceiver
 
-Kind: TypeAlias = Literal["shm", "zmq"]
+Kind: TypeAlias = Literal["shm", "cuda_ipc", "zmq"]
 KINDS: tuple[Kind, ...] = ("shm", "zmq")
-"""In order of preference."""
+DEVICE_KINDS: tuple[Kind, ...] = ("cuda_ipc", "zmq")
+"""In order of preference, for pools on the host and on GPUs."""
 
 
 class Link(Protocol):
@@ -61,7 +64,7 @@ class _Way:
 
 @dataclass(slots=True)
 class _Cost:
-    """What a push has taken so far, in the runner's thread. A push without a `link` goes nowhere."""
+    """What a push has taken so far of its caller's time. A push without a `link` goes nowhere."""
 
     link: Link | None
     nbytes: int = 0
@@ -70,12 +73,13 @@ class _Cost:
 
 def make_transfer(
     settings: Settings,
-    pool: MappedPool,
+    pool: MappedPool | DevicePool,
     me: Address,
     host: str,
     on_push_done: PushDoneCallback,
     on_landed: LandedCallback,
     *,
+    copier: Copier | None = None,
     on_broken: BrokenCallback,
     bind: str = "",
     secret_key: str = "",
@@ -83,7 +87,8 @@ def make_transfer(
     """The transfer of worker `me`, which receives from now on. `host` is WorkerInfo.host.
 
     Where `me` receives messages by ipc, data come through a socket beside it; where by tcp, through a port of the
-    IP address `bind`, with CURVE: `me.public_key` and `secret_key` are then the cluster's key pair. Raises
+    IP address `bind`, with CURVE: `me.public_key` and `secret_key` are then the cluster's key pair. `copier`: how pages
+    get from a pool on a GPU to another; None: by the driver's own copies. Raises
     ConfigError if the socket cannot be opened.
     """
     if me.endpoint.startswith("ipc:"):
@@ -103,7 +108,11 @@ def make_transfer(
     if curve:  # peers reach this host by the name in our address, which need not be the one that we bind
         endpoint = f"{me.endpoint.rpartition(':')[0]}:{endpoint.rpartition(':')[2]}"
     info = msgspec.structs.replace(pool.info, data_endpoint=endpoint, data_public_key=me.public_key if curve else "")
-    return PairwiseTransfer(settings, pool, info, me, host, context, curve, landing, receiver, on_push_done, on_broken)
+    if isinstance(pool, DevicePool):
+        copier = copier or RunCopier(pool.driver, pool.info.page_bytes)
+    return PairwiseTransfer(
+        settings, pool, info, me, host, context, curve, landing, receiver, on_push_done, on_broken, copier
+    )
 
 
 class PairwiseTransfer:
@@ -112,7 +121,7 @@ class PairwiseTransfer:
     def __init__(
         self,
         settings: Settings,
-        pool: MappedPool,
+        pool: MappedPool | DevicePool,
         info: PoolInfo,
         me: Address,
         host: str,
@@ -122,9 +131,12 @@ class PairwiseTransfer:
         receiver: ZmqReceiver,
         on_push_done: PushDoneCallback,
         on_broken: BrokenCallback,
+        copier: Copier | None,
     ) -> None:
         self.info = info
-        self._kinds = KINDS if settings.kind == "auto" else (settings.kind,)
+        preferred = DEVICE_KINDS if isinstance(pool, DevicePool) else KINDS
+        self._kinds = preferred if settings.kind == "auto" else (settings.kind,)
+        self._copier = copier
         self._floor_bytes_per_s = settings.floor_gbps * 1e9
         self._pool, self._me, self._host, self._context, self._curve = pool, me, host, context, curve
         self._landing, self._receiver = landing, receiver
@@ -133,7 +145,7 @@ class PairwiseTransfer:
         self._ways: dict[int, _Way] = {}
         self._inbound: dict[int, str] = {}  # the kind by which a peer pushes to us
         self._gone: dict[str, int] = {}  # by name, the newest incarnation that has died: those before it have, too
-        self._costs: dict[int, _Cost] = {}  # by serial; runner's thread only
+        self._costs: dict[int, _Cost] = {}  # by serial
 
     @property
     def drops(self) -> Counter[str]:
@@ -171,6 +183,12 @@ class PairwiseTransfer:
                 if peer.host != self._host:  # rule 5: only the host's own supervisor can say that a writer is dead
                     raise LinkFailed(f"{peer.address.name} is on another host, {peer.host}")
                 return shm.ShmLink(self._me, peer, self._pool)
+            case "cuda_ipc":
+                if not isinstance(self._pool, DevicePool) or self._copier is None:
+                    raise LinkFailed("this worker's KV is not on a GPU")
+                if peer.host != self._host:
+                    raise LinkFailed(f"{peer.address.name} is on another host, {peer.host}")
+                return CudaIpcLink(self._me, peer, self._pool, self._copier)
             case "zmq":
                 return ZmqLink(self._context, self._me, peer, self._pool, self._curve, self._on_broken)
             case _:
@@ -180,8 +198,10 @@ class PairwiseTransfer:
         if self._has_died(peer):
             return Seen("", 0.0, f"{peer.name} is gone")
         match probe.kind:
-            case "shm":
+            case "shm" if isinstance(self._pool, MappedPool):
                 seen = shm.check_slot(self._pool, peer, probe)
+            case "cuda_ipc" if isinstance(self._pool, DevicePool):
+                seen = self._pool.check_seat(peer, probe)
             case "zmq":
                 seen = self._receiver.wait_for_trial(peer, probe)
             case _:

@@ -1,0 +1,86 @@
+"""Loading a worker on a GPU: the device, the pool in its memory, the model beside it, the graphs.
+
+Everything that can be wrong is found in the order in which it is cheapest to look, and said in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cbdisagg.actors.sizing import device_pool_bytes, size_pool
+from cbdisagg.actors.start import Start
+from cbdisagg.config import Config, ConfigError
+from cbdisagg.engine.base import Launcher
+from cbdisagg.load import cache_folder
+from cbdisagg.messages import Address
+from cbdisagg.transfer.base import LinkFailed
+from cbdisagg.transfer.cuda_driver import CudaDriver
+from cbdisagg.transfer.cuda_ipc import Copier
+from cbdisagg.transfer.cuda_pool import DevicePool, DeviceRange, create_device_pool
+
+LOADED, CAPTURED = 0.2, 0.8
+"""Where on the way from 0 to 1 weights begin to be read, and graphs to be captured."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    runner: Launcher
+    pool: DevicePool
+    copier: Copier
+    fingerprint: str
+    max_len: int
+
+
+def load_on_device(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> OnDevice:
+    """Raises ConfigError: no such device, too little memory, a model that cannot be served there."""
+    import torch
+
+    from cbdisagg.engine.build import build_device_runner, describe
+    from cbdisagg.engine.device import open_device
+    from cbdisagg.engine.page_copier import KernelCopier
+
+    device = open_device(start.device)
+    try:
+        driver = CudaDriver(device.torch_device.index)
+    except LinkFailed as error:
+        raise ConfigError(f'[[workers]] device = "{start.device}": {error}') from None
+    folder, dtype, page_size, cache = Path(start.model), config.model.dtype, config.kv.page_size, cache_folder()
+    model = describe(folder, dtype, cache=cache, device=device.torch_device)
+    page_bytes = model.page_bytes(page_size)
+    _, total = driver.memory()
+    room = 0
+    if not (config.kv.pages or config.kv.memory_mb):
+        longest = -(-(config.model.max_len or page_size) // page_size)
+        room = device_pool_bytes(
+            total,
+            start.memory_fraction,
+            model.parameters_bytes,
+            model.vocab,
+            config.scheduler,
+            max(2, longest) * model.layers * page_bytes,
+            f"{start.name} on {start.device}",
+        )
+    pages, max_len = size_pool(config.kv, config.model.max_len, model.context, model.layers * page_bytes, room)
+    pool = create_device_pool(driver, me, model.layers, pages, page_bytes, device.stream)
+    progress("loading weights", LOADED)
+    runner = build_device_runner(
+        folder,
+        dtype,
+        pool.memory,
+        page_size,
+        max_len,
+        device,
+        most_slots=2 * config.scheduler.max_batch,  # a static batch's padding has slots of its own
+        most_batch=config.scheduler.max_batch,
+        cache=cache,
+        progress=lambda part: progress("capturing graphs", CAPTURED + part * (1 - CAPTURED)),
+    )
+    copier = KernelCopier(
+        device.torch_device,
+        page_bytes,
+        at=lambda address, nbytes: torch.as_tensor(DeviceRange(address, (nbytes,)), device=device.torch_device),
+        on=device.queueing_on,
+    )
+    return OnDevice(runner, pool, copier, model.fingerprint, max_len)
