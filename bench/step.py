@@ -46,6 +46,7 @@ PAGE_SIZE = 16
 PREFILL = 512
 WARM_UP = 3
 CPU = torch.device("cpu")
+GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,9 @@ def step(
         str, typer.Option(help="Comma-separated numbers of tokens that each sequence has.")
     ] = "128,512,1024",
     repeat: Annotated[int, typer.Option(callback=at_least(2), help="Steps measured for each figure.")] = 15,
+    temperature: Annotated[float, typer.Option(min=0, help="Of draws; 0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Of draws; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of draws; 1: all.")] = 1.0,
     seed: Annotated[int, typer.Option(callback=at_least(0), help="Of weights, ids and the order of pages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -153,18 +157,19 @@ def step(
     tokens = max(PREFILL, *(batch * (context + WARM_UP + repeat) for context, batch in cases))
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
+    drawn = Sampling(max_tokens=1 << 20, temperature=temperature, top_k=top_k, top_p=top_p)
     limits = machine(threads)
     rows: list[Row] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("steps", total=len(names) * len(ways) * (len(cases) + 1))
         for name in names:
             progress.update(task, description=f"{name}: loading")
-            benches = [Bench(model, path, name, threads, tokens, seed) for path in ways]
+            benches = [Bench(model, path, name, threads, tokens, seed, drawn) for path in ways]
             for row in measure(benches, cases, limits, repeat):
                 rows.append(with_goal(row, threads))
                 progress.update(task, advance=1, description=f"{name}: {row.phase}")
     if as_json:
-        print(json.dumps(_report(rows, threads, seed, model), indent=1))
+        print(json.dumps(_report(rows, threads, seed, model, drawn), indent=1))
     else:
         Console().print(_table(rows, threads))
 
@@ -172,8 +177,10 @@ def step(
 class Bench:
     """One runner over a pool of random content, big enough for `tokens` tokens in all."""
 
-    def __init__(self, model: Path | None, path: str, name: str, threads: int, tokens: int, seed: int) -> None:
-        self.path, self.name, self.kind = path, name, KINDS[name]
+    def __init__(
+        self, model: Path | None, path: str, name: str, threads: int, tokens: int, seed: int, drawn: Sampling = GREEDY
+    ) -> None:
+        self.path, self.name, self.kind, self.drawn = path, name, KINDS[name], drawn
         self.random = np.random.default_rng(seed)
         torch.manual_seed(seed)
         pages = tokens // PAGE_SIZE + 128
@@ -226,7 +233,7 @@ class Bench:
         for n in range(batch):
             prompt = pack(self.random.integers(0, self.runner.decoder.spec.vocab, length).tolist())
             pages = tuple(self.pages[n * each : (n + 1) * each][: -(-longest // PAGE_SIZE)])
-            admits.append(Admit(n, prompt, b"", pages, Sampling(max_tokens=1 << 20, temperature=0.0)))
+            admits.append(Admit(n, prompt, b"", pages, self.drawn))
         self._run(admit=tuple(admits))
 
     def _run(
@@ -397,13 +404,14 @@ def _no_push(layer: int, push: Push) -> None:
     raise AssertionError("no slice of the bench pushes")
 
 
-def _report(rows: list[Row], threads: int, seed: int, model: Path | None) -> dict[str, object]:
+def _report(rows: list[Row], threads: int, seed: int, model: Path | None, drawn: Sampling) -> dict[str, object]:
     library = native()
     return {
         "command": "step",
         "model": str(model) if model else "SmolLM2-135M's shape, random weights",
         "seed": seed,
         "threads": threads,
+        "draw": {"temperature": drawn.temperature, "top_k": drawn.top_k, "top_p": drawn.top_p},
         "native": library.name if library else None,
         "machine": f"{platform.machine()} {os.cpu_count()} cpus",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

@@ -55,6 +55,16 @@ def test_int8_is_native(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
         step(llama.folder, 1, "torch", dtypes="int8", batches="2", contexts="8", repeat=2)
 
 
+def test_tokens_are_drawn_as_asked(llama: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    drawn = []
+    admit = module.Admit
+    monkeypatch.setattr(module, "Admit", lambda *fields: drawn.append(fields[-1]) or admit(*fields))
+    how = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    step(llama.folder, 1, "", "float32", batches="2", contexts="8", repeat=2, as_json=True, **how)
+    assert json.loads(capsys.readouterr().out)["draw"] == how
+    assert {(each.temperature, each.top_k, each.top_p) for each in drawn} == {tuple(how.values())}
+
+
 def test_what_a_step_has_to_do(llama: Any) -> None:
     """By hand, for 3 layers of 64 wide, 4 heads and 2 KV heads of 16, 96 inside, 200 words, 10 tokens each."""
     bench = Bench(llama.folder, "torch", "float32", 1, 100, 0)
