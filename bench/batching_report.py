@@ -43,10 +43,11 @@ text-align:right}td:first-child,th:first-child{text-align:left}figure{margin:2em
 
 
 def write_report(report: Report, folder: Path) -> Path:
-    """`report.html`, `results.json`, `pictures/`, and the largest cap's S3 as `trace.json` for Chrome or Perfetto."""
+    """`report.html`, `tables.md`, `results.json`, `pictures/`; the largest cap's S3 as `trace.json` for Perfetto."""
     pictures = folder / "pictures"
     names = draw_all(report, pictures)
     (folder / "results.json").write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "tables.md").write_text(_markdown(report), encoding="utf-8")
     for (cap, name), run in report.results.runs.items():
         if name == "S3" and cap == report.results.caps[-1]:
             events = chrome_events(run.burst.trace, f"S3, cap {cap}")
@@ -138,6 +139,13 @@ def _page(report: Report, pictures: Path, names: Sequence[str]) -> str:
         f"<h2>What must hold</h2><ul>{checks}</ul><h2>Read this with it</h2><ul>{caveats}</ul>"
         f"<h2>How it was made</h2><pre>{made}</pre></html>"
     )
+
+
+def _markdown(report: Report) -> str:
+    """The tables and checks, for whoever reads a repository and not a page."""
+    told = [f"`{report.origin['command']}`", _summary(report), *(rows.markdown for rows in report.tables)]
+    checks = [f"- {'holds' if check.holds else '**FAILS**'}: {check.text}" for check in report.checks]
+    return "\n\n".join(told) + "\n### what must hold\n\n" + "\n".join(checks or ["nothing of this part"]) + "\n"
 
 
 def _summary(report: Report) -> str:

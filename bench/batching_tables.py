@@ -23,6 +23,12 @@ class Rows:
     rows: list[tuple[str, ...]]
     note: str = ""
 
+    @property
+    def markdown(self) -> str:
+        lines = [self.columns, ("---", *("---:" for _ in self.columns[1:])), *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"### {self.title}\n\n{table}\n" + (f"\n{self.note}\n" if self.note else "")
+
 
 def system_rows(names: Sequence[str]) -> Rows:
     """What the short names mean."""

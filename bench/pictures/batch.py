@@ -21,7 +21,7 @@ def draw_batch(folder: Path, results: Results, cap: int) -> None:
         for name in results.systems:
             run = results.runs[cap, name].burst
             at, batch = _averaged(run.trace.steps)
-            label = f"{ALL[name].label}: mean {run.mean_batch:.1f}, {run.seconds:.3g} s"
+            label = f"{ALL[name].label}: mean {run.mean_batch:.1f}, {_seconds(run.seconds)}"
             axes.step(at, batch, LINES.get(name, "-"), where="mid", color=SYSTEMS[name], lw=1.2, label=label)
         axes.set_xlabel("part of the run's own time")
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
@@ -32,6 +32,10 @@ def draw_batch(folder: Path, results: Results, cap: int) -> None:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.set_title(f"Batch size over time, cap {cap}, {results.clock} clock, scale {results.scale.name}")
         save(made, folder, "batch")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
 def _averaged(steps: list[Step]) -> tuple[list[float], list[float]]:
@@ -47,22 +51,22 @@ def _averaged(steps: list[Step]) -> tuple[list[float], list[float]]:
 
 
 def draw_roofline(folder: Path, results: Results, cap: int) -> None:
-    """Tokens per second over tokens in a step, under the two roofs that the cost model has for a step's products.
+    """Tokens per second over tokens in a step, under the two roofs that the cost model has for a step without context.
 
-    Few tokens: a step cannot be shorter than one reading of the weights. Many: no more tokens per second than the
-    arithmetic gives. The line between is the cost model for tokens without context; attention takes its part below.
+    Few tokens: a step cannot be shorter than that of one, which reads all weights. Many: no more tokens per second than
+    the arithmetic gives. Attention takes its part below; workers that share the cores have other roofs, lower ones.
     """
     cost = results.cost
     with mpl.rc_context(SETTINGS):
         made, axes = figure(7.6, 4.6)
         most = max(step.tokens for name in results.systems for step in results.runs[cap, name].burst.trace.steps)
         sizes = np.unique(np.geomspace(1, most, 200).astype(int))
-        rates = np.array([n / (cost.h + cost.linear_s(int(n))) for n in sizes])
-        flat, peak = sizes / cost.linear_s(1), max(n / cost.linear_s(int(n)) for n in sizes)
-        label = f"roof: weights read once a step ({1e3 * cost.linear_s(1):.1f} ms)"
+        seconds = np.array([cost.h + cost.linear_s(int(n)) for n in sizes])
+        flat, peak = sizes / seconds[0], max(sizes / seconds)
+        label = f"roof: weights read once a step ({1e3 * seconds[0]:.1f} ms)"
         axes.plot(sizes, np.where(flat < 1.3 * peak, flat, np.nan), "--", color="#616161", lw=1, label=label)
         axes.axhline(peak, color="#616161", lw=1, ls=":", label=f"roof: arithmetic ({peak:,.0f} tokens/s)")
-        axes.plot(sizes, rates, color="black", lw=1.2, label="cost model, no context")
+        axes.plot(sizes, sizes / seconds, color="black", lw=1.2, label="cost model, no context")
         for name in results.systems:
             steps = results.runs[cap, name].burst.trace.steps
             chosen = steps[:: max(1, len(steps) // 300)]
@@ -70,8 +74,10 @@ def draw_roofline(folder: Path, results: Results, cap: int) -> None:
             axes.plot(*zip(*points, strict=True), ".", ms=3, alpha=0.6, color=SYSTEMS[name], label=ALL[name].label)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.yaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        plain = mpl.ticker.FuncFormatter(lambda value, _: f"{value:,.0f}")
+        axes.xaxis.set_major_formatter(plain)
+        axes.yaxis.set_major_formatter(plain)
+        axes.yaxis.set_minor_formatter(mpl.ticker.NullFormatter())
         axes.set_xlabel("tokens in a step, padding included (log)")
         axes.set_ylabel("tokens per second (log)")
         grid_lines(axes, "both")

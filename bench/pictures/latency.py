@@ -20,7 +20,7 @@ def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
     """One panel for each of the article's rates."""
     rates = sorted({one.rate.qps for one in seen if not one.rate.fraction})
     with mpl.rc_context(SETTINGS):
-        made, axes = figure(max(8.0, 5.2 * len(rates)), 4.2, 1, len(rates), squeeze=False)
+        made, axes = figure(max(9.0, 5.2 * len(rates)), 4.2, 1, len(rates), squeeze=False)
         for panel, qps in zip(axes[0], rates, strict=True):
             for one in [one for one in seen if one.rate.qps == qps and not one.rate.fraction]:
                 values = np.sort(one.e2e)

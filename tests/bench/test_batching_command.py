@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from cbdisagg_bench import batching
 from cbdisagg_bench.batching_company import Company
+from cbdisagg_bench.batching_run import Results, run_virtual, workloads
+from cbdisagg_bench.batching_scales import SCALES
+from cbdisagg_bench.pictures.batch import draw_roofline
+from msgspec import structs
 
 from cbdisagg import cli
 
@@ -118,6 +122,9 @@ def test_the_report_is_one_page_with_everything(
     }
     assert page.count("data:image/png;base64,") == len(names)
     assert json.loads((tmp_path / "results.json").read_text())["scale"] == "cpu"
+    tables = (tmp_path / "tables.md").read_text()
+    assert "### cap 64: " in tables and "| S1 | " in tables and "- holds: all pages are returned" in tables
+    assert len({line.count("|") for line in tables.split("### cap 64")[1].splitlines()[2:6]}) == 1
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "C", "X"}
     shown = capsys.readouterr().out
@@ -142,6 +149,16 @@ def test_only_memory_bounds_a_batch(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert command_line([*large, "--parts", "throughput", "--json"], monkeypatch) == 0
     found = json.loads(capsys.readouterr().out)
     assert {run["system"]: run["virtual"]["steps"] for run in found["runs"]}["S1"] == 2 * 4  # batches of 115
+
+
+def test_a_roof_needs_no_cost_of_the_first_token(tmp_path: Path) -> None:
+    """A fit may find all that a small step costs in the part that does not depend on tokens."""
+    size = SCALES["cpu"]
+    profile = structs.replace(size.profile, h=0.006, L=((1, 0.0), (8, 0.0005), (512, 0.28)))
+    results = Results(size, "virtual", profile, workloads(size, (16,), 6, size.vocab, 1))
+    run_virtual(results, ("S1", "S3"), lambda text: None)
+    draw_roofline(tmp_path, results, 16)
+    assert (tmp_path / "roofline.svg").stat().st_size > 0  # and no warning came, which is an error here
 
 
 def test_company_is_a_part_of_all_cores() -> None:
