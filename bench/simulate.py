@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -17,26 +17,21 @@ from typing import Annotated
 import msgspec
 import typer
 from cbdisagg_bench.options import at_least
+from cbdisagg_bench.simulate_input import MADE, check_place, read_asks, read_bytes, read_profile
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cbdisagg.actors.journal import JournalError, read_journal
-from cbdisagg.config import Config, ConfigError, Workers
-from cbdisagg.core.events import CoordinatorEvent
-from cbdisagg.core.profile import Profile, parse_profile
+from cbdisagg.config import ConfigError, Workers
+from cbdisagg.core.profile import Profile
 from cbdisagg.load import load_config
 from cbdisagg.messages import Role
-from cbdisagg.sim.arrivals import make_workload, parse_lengths, rearrive, resample
 from cbdisagg.sim.clients import Record
 from cbdisagg.sim.faults import parse_faults
 from cbdisagg.sim.fleet import Layout
 from cbdisagg.sim.report import lines, report
 from cbdisagg.sim.simulation import Outcome, Stuck
 from cbdisagg.sim.simulation import simulate as run
-from cbdisagg.sim.traces import read_recorded, read_requests
-from cbdisagg.sim.workload import Ask
 
-MADE = "made"
 ROLES: dict[str, Role] = {"P": "prefill", "D": "decode", "A": "any"}
 
 
@@ -75,9 +70,9 @@ def simulate(
         settings = load_config(config, set_ or [])
         if workers:
             settings = msgspec.structs.replace(settings, workers=_workers(workers))
-        costs = _profile(settings, profile)
-        asks = _asks(workload, requests, rate, burst, prompts, outputs, seed)
-        script = parse_faults(faults.read_text(encoding="utf-8"), str(faults)) if faults is not None else []
+        costs = read_profile(settings, profile)
+        asks = read_asks(workload, requests, rate, burst, prompts, outputs, seed)
+        script = parse_faults(read_bytes(faults).decode("utf-8", "replace"), str(faults)) if faults is not None else []
         draw = _plotter(plot)
         started = time.perf_counter()
         with _progress(len(asks)) as ended:
@@ -91,8 +86,6 @@ def simulate(
                 ended=ended,
             )
         took_s = time.perf_counter() - started
-    except OSError as error:
-        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}") from None
     except Stuck as error:
         raise ConfigError(str(error)) from None
     _tell(outcome, costs, took_s, seed, as_json)
@@ -119,51 +112,6 @@ def _letter(role: Role) -> str:
     return next(letter for letter, named in ROLES.items() if named == role)
 
 
-def _profile(config: Config, given: Path | None) -> Profile:
-    path = given or (Path(config.profile.path).expanduser() if config.profile.path else None)
-    if path is None:
-        raise typer.BadParameter(
-            "name one, as configs/profiles/h200-llama3.1-8b.json, or measure this machine: cbdisagg profile",
-            param_hint="'--profile'",
-        )
-    return parse_profile(path.read_bytes(), str(path))
-
-
-def _asks(source: Path, count: int, rate: float, burst: float, prompts: str, outputs: str, seed: int) -> list[Ask]:
-    if not burst > 0:
-        raise typer.BadParameter(f"{burst} is not above 0", param_hint="'--burst'")
-    if str(source) == MADE:
-        try:
-            return make_workload(count or 100, rate, parse_lengths(prompts), parse_lengths(outputs), seed, burst)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
-    asks = _recorded(source) if source.suffix == ".journal" else read_requests(source.read_bytes(), str(source))
-    if count > len(asks) and not rate:
-        raise typer.BadParameter(
-            f"{source} has {len(asks)} requests; for more, give --rate too: they are then drawn from its lengths",
-            param_hint="'--requests'",
-        )
-    if count:
-        asks = asks[:count] if count <= len(asks) else resample(asks, count, seed)
-    return rearrive(asks, rate, seed, burst) if rate else asks
-
-
-def _recorded(source: Path) -> list[Ask]:
-    """What a live server's coordinator was asked."""
-    try:
-        header, records = read_journal(source)
-        if header.worker is not None:
-            raise ConfigError(f"{source} is the journal of {header.address.name}; take the coordinator's")
-        return read_recorded(_events(records), str(source))
-    except JournalError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _events(records: Iterable[tuple[int, float, str, object, int | None]]) -> Iterable[tuple[float, CoordinatorEvent]]:
-    for _, now, _, event, _ in records:
-        yield now, event  # type: ignore[misc]  # a coordinator's journal holds a coordinator's events
-
-
 def _plotter(path: Path | None) -> Callable[[Outcome], None]:
     """Refused before anything runs if it cannot be drawn."""
     if path is None:
@@ -174,8 +122,7 @@ def _plotter(path: Path | None) -> Callable[[Outcome], None]:
         raise typer.BadParameter(
             f"{error.name} is needed: pip install 'cbdisagg[bench]'", param_hint="'--plot'"
         ) from None
-    if path.suffix not in (".png", ".svg"):
-        raise typer.BadParameter(f"{path}: the name must end in .png or .svg", param_hint="'--plot'")
+    check_place(path, "--plot", (".png", ".svg"))
     return lambda outcome: draw(outcome, path)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from msgspec.structs import replace
+
 from cbdisagg.config import Targets as Settings
 from cbdisagg.messages import (
     Accepted,
@@ -134,6 +136,8 @@ class Clients:
             sampling=Sampling(max_tokens=ask.output_tokens),
             targets=targets,
             age_s=self._request_s,
+            tenant=ask.tenant,
+            priority=ask.priority,
         )
         record = Record(ask, targets, self._clock.now)
         self.records.append(record)
@@ -234,17 +238,13 @@ class Clients:
         stream = self._streams.get(number)
         if stream is None or stream.request.submission != submission:
             return
-        old, record = stream.request, stream.record
-        stream.request = Generate(
-            old.id,
-            old.submission + 1,
-            old.prompt,
-            array("i", [1] * record.tokens).tobytes(),
-            old.root,
-            old.hashes,
-            old.sampling,
-            old.targets,
-            self._clock.now - record.arrival,
+        record, now = stream.record, self._clock.now
+        stream.request = replace(
+            stream.request,
+            submission=submission + 1,
+            output=array("i", [1] * record.tokens).tobytes(),
+            age_s=now - record.arrival,
+            first_age_s=now - record.first if record.tokens else -1.0,
         )
         stream.worker = None
         stream.early.clear()

@@ -73,7 +73,7 @@ def describe(place: Place, incarnation: int, config: Config, profile: Profile) -
     address = Address(place.name, incarnation, "")
     fingerprint = f"{profile.model} {profile.dtype}"
     size, batch = config.kv.page_size, config.scheduler.max_batch
-    return WorkerInfo(address, place.role, place.host, fingerprint, pool, size, batch, max_len)
+    return WorkerInfo(address, place.role, place.host, fingerprint, pool, size, batch, max_len, profile.cost)
 
 
 def ways(found: list[Place]) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,7 @@ from cbdisagg.sim.faults import Fault
 from cbdisagg.sim.fleet import Layout, places
 from cbdisagg.sim.machine import Machine
 from cbdisagg.sim.simulation import Outcome, Stuck, simulate
+from cbdisagg.sim.variants import changed, disaggregate
 from cbdisagg.sim.workload import Ask
 
 INSTANT = Layout(near_s=0.0, far_s=0.0)
@@ -80,12 +81,13 @@ def test_one_request_on_one_worker_takes_what_the_formula_says() -> None:
 def test_a_hand_over_costs_its_copy_within_the_step_or_what_is_left_of_it_after(transfer: Any) -> None:
     profile = costs(transfer=transfer, B=1e7)
     cost = profile.cost
-    outcome = simulate(config("prefill", "decode"), profile, [Ask(0.0, 2, prompt_tokens=100)], INSTANT)
+    pair = changed(config("prefill", "decode"), disaggregate(1, 1))
+    outcome = simulate(pair, profile, [Ask(0.0, 2, prompt_tokens=100)], INSTANT)
     (record,) = outcome.records
     nbytes = 7 * 16 * profile.kv_bytes
     whole, step = cost.transfer_s(nbytes), 0.014
     exposed = cost.exposed_transfer_s(nbytes, step, profile.layers)
-    assert record.worker == "decode-0" and outcome.decisions == {("remote", "predicted"): 1}
+    assert record.worker == "decode-0" and list(outcome.decisions) == [("remote", "disaggregate")]
     assert record.ttft_s == pytest.approx(step + (whole if transfer == "shm" else exposed))
     assert outcome.meters["prefill-0"].pushed_bytes == nbytes
 

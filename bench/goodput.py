@@ -1,0 +1,174 @@
+"""What the policy is worth against both baselines: `cbdisagg bench goodput`.
+
+For each workload and pair of targets, the rate of requests per worker at which enough of them meet both targets: with
+the best aggregation, the best split into prefill and decode workers, the policy as it comes, and the policy tuned. By
+the virtual clock and a profile's costs; `--clock wall` does a small grid on services here (goodput_wall.py).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
+from cbdisagg_bench.goodput_report import summary, table
+from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
+from cbdisagg_bench.options import at_least, chosen
+from cbdisagg_bench.simulate_input import check_place, read_bytes
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cbdisagg.core.profile import Profile, parse_profile
+from cbdisagg.sim.demand import Demand
+from cbdisagg.sim.goodput import Lab
+
+PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
+PARTS = (0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is run: every combination. `most` requests in a run at most; they come for `patience` times as long as a
+    request may take. `turns`: simulations of the tuner for each cell.
+    """
+
+    profiles: Sequence[Profile]
+    workloads: Sequence[Workload]
+    targets: Sequence[Targets]
+    parts: Sequence[float]
+    workers: int
+    kv_gb: float
+    turns: int
+    most: int
+    patience: float
+    seed: int
+
+    def demand(self, workload: Workload, targets: Targets, profile: Profile) -> Demand:
+        goal = targets.goal(workload, profile, self.parts[0])
+        longest_s = goal.ttft_s + goal.tpot_s * workload.outputs.mean
+        return workload.demand(self.most, self.patience * longest_s, self.seed)
+
+
+def goodput(
+    profile: Annotated[
+        list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
+    ] = None,
+    workers: Annotated[int, typer.Option(callback=at_least(2), help="Equal ones, shared out in every way.")] = 4,
+    kv_gb: Annotated[float, typer.Option(callback=at_least(1), help="KV memory of each worker, in 10^9 bytes.")] = 60.0,
+    only: Annotated[list[str] | None, typer.Option(help="Workloads, by name; repeatable. Default: all.")] = None,
+    fine: Annotated[bool, typer.Option("--fine", help="More targets, longer runs, more turns of the tuner.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only: within a minute.")
+    ] = False,
+    turns: Annotated[int, typer.Option(callback=at_least(0), help="Runs of the tuner per cell; 0: as suits.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of arrivals and lengths.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the cells as JSON there too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the heat map (matplotlib).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Compare aggregation, disaggregation and the policy by goodput.
+
+    Example: cbdisagg bench goodput --workers 8 --fine --plot goodput.png
+    """
+    names = [workload.name for workload in WORKLOADS]
+    picked = chosen("--only", only or (names[:2] if quick else names), names)
+    plan = Plan(
+        profiles=[parse_profile(read_bytes(path), str(path)) for path in profile or [PROFILE]],
+        workloads=[workload for workload in WORKLOADS if workload.name in picked],
+        targets=FINER if fine else TARGETS[:2] if quick else TARGETS,
+        parts=PARTS[:1] if quick else PARTS,
+        workers=2 if quick else workers,
+        kv_gb=kv_gb,
+        turns=turns or (60 if fine else 10 if quick else 24),
+        most=1500 if quick else 12_000,
+        patience=4.0 if fine else 2.0,
+        seed=seed,
+    )
+    draw = _drawing(plot)
+    check_place(out, "--out")
+    started = time.perf_counter()
+    found, runs = run(plan)
+    took_s = time.perf_counter() - started
+    told = _told(found, plan, runs, took_s)
+    if out is not None:
+        out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(told, indent=1))
+    else:
+        Console().print(table(found))
+        print(f"{runs} simulations in {took_s:.0f} s")
+    draw(found)
+
+
+def run(plan: Plan) -> tuple[list[Cell], int]:
+    """The cells, and how many simulations they took; the bar counts cells."""
+    found: list[Cell] = []
+    runs = 0
+    total = len(plan.profiles) * len(plan.workloads) * len(plan.targets) * len(plan.parts)
+    with _bar(total) as (advance, ran):
+        for profile in plan.profiles:
+            config = fleet(profile, plan.workers, plan.kv_gb)
+            for workload in plan.workloads:
+                for targets in plan.targets:
+                    lab = Lab(profile, plan.demand(workload, targets, profile), ran)
+                    for cell in cells(config, lab, workload, targets, plan.parts, plan.turns):
+                        found.append(cell)
+                        advance(f"{workload.name}, {targets.name}")
+                    runs += lab.runs
+    return found, runs
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """On stderr; the context gives what to call at the end of a cell, and before each simulation."""
+    columns = (TextColumn("{task.description:>28}"), BarColumn(), TextColumn("{task.fields[runs]} runs"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("cells", total=total, runs=0)
+        count = 0
+
+        def ran() -> None:
+            nonlocal count
+            count += 1
+            bar.update(task, runs=count)
+
+        yield lambda what: bar.update(task, advance=1, description=what), ran
+
+
+def _drawing(path: Path | None) -> Callable[[Sequence[Cell]], None]:
+    """Refused before anything runs if it cannot be drawn."""
+    if path is None:
+        return lambda found: None
+    try:
+        from cbdisagg_bench.goodput_plot import draw
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"{error.name} is needed: pip install 'cbdisagg[bench]'", param_hint="'--plot'"
+        ) from None
+    check_place(path, "--plot", (".png", ".svg"))
+    return lambda found: draw(found, path)
+
+
+def _told(found: Sequence[Cell], plan: Plan, runs: int, took_s: float) -> dict[str, object]:
+    return {
+        "command": " ".join(["cbdisagg", *sys.argv[1:]]),
+        "seed": plan.seed,
+        "versions": {"python": platform.python_version()},
+        "workers": plan.workers,
+        "runs": runs,
+        "took_s": round(took_s, 1),
+        "verdict": msgspec.to_builtins(verdict(found)) | {"reached": verdict(found).reached},
+        "cells": [summary(cell) for cell in found],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(goodput)

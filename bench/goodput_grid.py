@@ -1,0 +1,153 @@
+"""The goodput grid by the virtual clock: every baseline and the tuned policy, cell by cell.
+
+Knows what is compared, on equal workers: aggregation with chunks of fixed sizes and with deadline chunks, every split
+into prefill and decode workers, the policy with its default knobs, and with knobs that the tuner has found for the
+cell. All of them are settings of one engine; goodput is the highest rate at which enough requests meet both targets,
+refused ones counted as misses. Nothing is dropped: a cell that misses its figure is a cell like the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Sequence
+
+from cbdisagg_bench.goodput_workloads import Targets, Workload
+from msgspec import Struct
+
+from cbdisagg.config import Config, Kv, Policy, Scheduler, Workers
+from cbdisagg.core.profile import Profile
+from cbdisagg.sim.goodput import Lab
+from cbdisagg.sim.tune import KNOBS, POLICY, Search
+from cbdisagg.sim.variants import AGGREGATE, Values, changed
+
+BALANCED = 0.10
+"""The two baselines are this near to each other, as a part of the better one."""
+FLOOR, MEDIAN, LEAST = 0.97, 1.15, 1.03
+"""Figures to reach, times the better baseline: in every cell; in balanced ones, their median, and each of them."""
+CHUNKS = (512, 1024, 2048)
+LOOSE: Values = {"targets.ttft_ms": 1e7, "targets.tpot_ms": 1e6}
+"""With targets that nobody misses, a step takes as many prompt tokens as its budget has room for."""
+TURNED = tuple(knob for knob in KNOBS if knob.key not in ("kv.page_size", "scheduler.max_batch"))
+
+
+class Cell(Struct, frozen=True):
+    """One workload, pair of targets and part of the requests: requests per second and worker, by system.
+
+    `knobs`: those of the tuned policy. `unloaded`: nothing meets the targets at any rate.
+    """
+
+    profile: str
+    workload: str
+    targets: str
+    ttft_ms: float
+    tpot_ms: float
+    part: float
+    aggregation: dict[str, float]
+    disaggregation: dict[str, float]
+    default: float
+    tuned: float
+    knobs: dict[str, object]
+
+    @property
+    def aggregated(self) -> float:
+        return max(self.aggregation.values())
+
+    @property
+    def disaggregated(self) -> float:
+        return max(self.disaggregation.values())
+
+    @property
+    def baseline(self) -> float:
+        return max(self.aggregated, self.disaggregated)
+
+    @property
+    def balanced(self) -> bool:
+        return min(self.aggregated, self.disaggregated) >= (1 - BALANCED) * self.baseline > 0
+
+    @property
+    def ratio(self) -> float:
+        """Of the tuned policy to the better baseline; 1 where nothing keeps the targets."""
+        return self.tuned / self.baseline if self.baseline else 1.0 + (self.tuned > 0)
+
+    @property
+    def default_ratio(self) -> float:
+        return self.default / self.baseline if self.baseline else 1.0 + (self.default > 0)
+
+    @property
+    def misses(self) -> str:
+        """Which figure it misses, "" for none."""
+        if self.ratio < FLOOR:
+            return f"under {FLOOR}"
+        if self.balanced and self.ratio < LEAST:
+            return f"balanced, under {LEAST}"
+        return ""
+
+
+class Verdict(Struct, frozen=True):
+    """`median` of the balanced cells, 0 if there are none."""
+
+    cells: int
+    lowest: float
+    balanced: int
+    median: float
+    balanced_lowest: float
+    missed: int
+
+    @property
+    def reached(self) -> bool:
+        return not self.missed and (not self.balanced or self.median >= MEDIAN)
+
+
+def verdict(cells: Sequence[Cell]) -> Verdict:
+    balanced = [cell.ratio for cell in cells if cell.balanced]
+    return Verdict(
+        cells=len(cells),
+        lowest=min(cell.ratio for cell in cells),
+        balanced=len(balanced),
+        median=statistics.median(balanced) if balanced else 0.0,
+        balanced_lowest=min(balanced, default=0.0),
+        missed=sum(bool(cell.misses) for cell in cells),
+    )
+
+
+def fleet(profile: Profile, workers: int, kv_gb: float) -> Config:
+    """Equal workers of the profile, with large batches and a pool of `kv_gb` each; requests wait as long as need be."""
+    pages = int(kv_gb * 1e9 / profile.kv_bytes / 64)
+    return Config(
+        workers=(Workers(role="any", count=workers),),
+        kv=Kv(page_size=64, pages=pages, prefix_cache=False),  # made prompts share nothing
+        scheduler=Scheduler(max_batch=256, token_budget=2048),
+        policy=Policy(queue_limit=1_000_000),
+    )
+
+
+def cells(
+    config: Config, lab: Lab, workload: Workload, targets: Targets, parts: Sequence[float], turns: int
+) -> Iterator[Cell]:
+    """One for each part of the requests. `turns`: simulations that the tuner may use for each."""
+    workers = sum(group.count for group in config.workers)
+    first = targets.goal(workload, lab.profile, parts[0])
+    for part in parts:
+        goal = dataclasses.replace(first, part=part)
+        fixed = {
+            f"chunks of {chunk}": lab.service(changed(config, {**AGGREGATE, **LOOSE, "scheduler.token_budget": chunk}))
+            for chunk in CHUNKS
+        }
+        tuned = Search(config, lab, goal, TURNED).run(turns)
+        near = tuned.sustained or None
+        aggregation = {name: service.sustained(goal, near) for name, service in fixed.items()}
+        aggregation["deadline chunks"] = tuned.starts["aggregate"]
+        yield Cell(
+            profile=lab.profile.model,
+            workload=workload.name,
+            targets=targets.name,
+            ttft_ms=1e3 * goal.ttft_s,
+            tpot_ms=1e3 * goal.tpot_s,
+            part=part,
+            aggregation={name: rate / workers for name, rate in aggregation.items()},
+            disaggregation={name: rate / workers for name, rate in tuned.starts.items() if ":" in name},
+            default=tuned.starts[POLICY] / workers,
+            tuned=tuned.sustained / workers,
+            knobs=dict(tuned.best),
+        )

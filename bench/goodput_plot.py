@@ -1,0 +1,40 @@
+"""The heat map of the goodput grid: by how much the tuned policy, and the policy as it comes, beat the better baseline.
+
+Knows matplotlib and cells; computes nothing that the table does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from cbdisagg_bench.goodput_grid import Cell
+
+matplotlib.use("Agg")  # no display is needed
+from matplotlib import pyplot
+
+
+def draw(found: Sequence[Cell], path: Path) -> None:
+    """Rows: workloads (of each profile); columns: targets and parts. A frame: the baselines are balanced there."""
+    rows = list(dict.fromkeys((cell.profile, cell.workload) for cell in found))
+    columns = list(dict.fromkeys((cell.targets, cell.part) for cell in found))
+    size = (4 + 2.4 * len(columns), 1.6 + 0.7 * len(rows))
+    figure, panels = pyplot.subplots(1, 2, figsize=size, constrained_layout=True, squeeze=False)
+    for axes, name in zip(panels[0], ("tuned", "default"), strict=True):
+        values = np.full((len(rows), len(columns)), np.nan)
+        for cell in found:
+            y, x = rows.index((cell.profile, cell.workload)), columns.index((cell.targets, cell.part))
+            values[y, x] = cell.ratio if name == "tuned" else cell.default_ratio
+            axes.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", fontsize=9)
+            if cell.balanced:
+                axes.add_patch(pyplot.Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=2))
+        picture = axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=1.3, aspect="auto")
+        axes.set_xticks(range(len(columns)), [f"{targets}\n{part:.0%}" for targets, part in columns], fontsize=8)
+        labels = [workload.removesuffix("-like") for _, workload in rows]
+        axes.set_yticks(range(len(rows)), labels if axes is panels[0][0] else [""] * len(rows), fontsize=8)
+        axes.set_title(f"policy, {name}: goodput over the better baseline", fontsize=10)
+    figure.colorbar(picture, ax=panels[0].tolist())
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,58 @@
+"""The goodput grid as a table of text and as plain values: one line for each cell, and which figures are missed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from cbdisagg_bench.goodput_grid import FLOOR, LEAST, MEDIAN, Cell, verdict
+from rich import box
+from rich.table import Table
+
+SHORT = {"policy.rho": "rho", "policy.eta": "eta", "policy.gamma": "gamma", "scheduler.token_budget": "budget"}
+
+
+def summary(cell: Cell) -> dict[str, object]:
+    """For JSON: what was measured, and what follows from it."""
+    told: dict[str, object] = msgspec.to_builtins(cell)
+    follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "balanced": cell.balanced, "miss": cell.misses}
+    return told | follows
+
+
+def knobs(cell: Cell) -> str:
+    """Those that the tuner has turned: "2P:1D rho 0.8"; pins first."""
+    values = dict(cell.knobs)
+    mode = values.pop("policy.mode", "auto")
+    pins = [int(str(values.pop(f"policy.pin_{phase}", 0))) for phase in ("prefill", "decode")]
+    words = [str(mode)] if mode != "auto" else []
+    words += [f"{pins[0]}P:{pins[1]}D"] if any(pins) else []
+    words += [f"{SHORT.get(key, key.split('.')[1])} {value}" for key, value in values.items()]
+    return " ".join(words) or "as it comes"
+
+
+def table(found: Sequence[Cell]) -> Table:
+    """Requests per second and worker; B: the baselines are within a tenth of each other."""
+    told = verdict(found)
+    balanced = f"median {told.median:.2f} (to reach: {MEDIAN}), lowest {told.balanced_lowest:.2f} ({LEAST})"
+    caption = (
+        f"requests/s and worker; +: tuned over the better baseline. {told.cells} cells: lowest {told.lowest:.2f} "
+        f"(to reach: {FLOOR}); {told.balanced} balanced (B): {balanced if told.balanced else 'none'}; "
+        f"{told.missed} miss a figure (!)"
+    )
+    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    for name in ("workload", "TTFT/TPOT ms", "part", "aggregate", "split", "policy", "tuned", "+", "", "knobs"):
+        shown.add_column(name, justify="left" if name in ("workload", "knobs") else "right")
+    for cell in found:
+        shown.add_row(
+            cell.workload.removesuffix("-like"),
+            f"{cell.ttft_ms:.0f}/{cell.tpot_ms:.0f}",
+            f"{cell.part:.0%}",
+            f"{cell.aggregated:.2f}",
+            f"{cell.disaggregated:.2f}",
+            f"{cell.default:.2f}",
+            f"{cell.tuned:.2f}",
+            f"{cell.ratio - 1:+.0%}",
+            ("B" if cell.balanced else "") + ("!" if cell.misses else ""),
+            knobs(cell),
+        )
+    return shown

@@ -1,0 +1,189 @@
+"""The settings under which a service keeps up with the most: a coordinate search in the simulator.
+
+Knows one demand and one goal. Begins with the baselines (aggregation, the splits into prefill and decode workers) and
+the policy as it stands; then turns one knob at a time, as long as that gains. What is kept is never worse than the
+better baseline, for that has been tried: it can lose to it only by what the simulator does not know.
+
+A trial costs one run: the new setting is asked at the lowest rate at which the best one so far fails; only if it meets
+the goal there, or comes nearer to it, its own rate is looked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from cbdisagg.config import Config
+from cbdisagg.sim.goodput import Goal, Lab, Service
+from cbdisagg.sim.variants import AGGREGATE, FREE, Values, changed, disaggregate, splits, value_of
+
+MIXED = ("policy.rho", "policy.eta", "policy.gamma")
+MANY = 8
+"""Of more workers, only some of the splits are baselines: those around the one that the demand's lengths suggest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """`values` are tried in this order; those that the config has already are left out. `meaning`: for a comment."""
+
+    key: str
+    values: tuple[object, ...]
+    meaning: str
+
+
+KNOBS = (
+    Knob("policy.rho", (0.0, 0.5, 0.7, 0.8, 0.9, 1.0), "how full a decode step may be, as a part of the TPOT target"),
+    Knob("policy.eta", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0), "what a mixed chunk must save of a step of its own"),
+    Knob("policy.gamma", (0.9, 0.95, 0.98, 1.0), "each token's deadline, as a part of the TPOT target"),
+    Knob("scheduler.token_budget", (256, 512, 1024, 2048, 4096), "most tokens of one step"),
+    Knob("scheduler.max_batch", (32, 64, 128, 256), "sequences that run at once in a worker"),
+    Knob("policy.admission", ("queue", "early-reject"), "whether a request that would be late is refused at once"),
+    Knob("kv.page_size", (16, 32, 64), "tokens in a page"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """`values` in place of the best so far, at `rate`: the part of the requests within the targets there.
+
+    `before`: that of the best so far at the same rate; `best`: what that one keeps up with. `sustained`: what this one
+    does, if it was looked for. `what`: a knob's key, or "pins".
+    """
+
+    what: str
+    values: Values
+    rate: float
+    within: float
+    before: float
+    best: float
+    sustained: float | None
+
+    @property
+    def kept(self) -> bool:
+        """It keeps up with more, or nothing has kept up so far and this comes nearer."""
+        return self.sustained is not None and (self.sustained > self.best or not self.best)
+
+    @property
+    def raised(self) -> float:
+        """By what part of what the best so far keeps up with; 0 if it is no better."""
+        return self.sustained / self.best - 1 if self.sustained is not None and self.kept and self.best else 0.0
+
+
+@dataclass(slots=True)
+class Tuned:
+    """`best` holds the values that differ from the config given; `sustained` requests per second.
+
+    `starts`: name -> rate that it keeps up with. `trials`: all, in order.
+    """
+
+    best: Values
+    sustained: float
+    starts: dict[str, float] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+
+    @property
+    def baseline(self) -> float:
+        """Of the best one that does not choose: aggregation or a split."""
+        return max((rate for name, rate in self.starts.items() if name != POLICY), default=0.0)
+
+
+POLICY = "policy"
+Told: TypeAlias = Callable[[Trial], None]
+
+
+class Search:
+    """For one config in a lab; its targets are those of the goal. `knobs`: those turned. `told` hears of each trial."""
+
+    def __init__(
+        self, config: Config, lab: Lab, goal: Goal, knobs: Sequence[Knob] = KNOBS, told: Told | None = None
+    ) -> None:
+        targets = {"targets.ttft_ms": 1e3 * goal.ttft_s, "targets.tpot_ms": 1e3 * goal.tpot_s}
+        self._config = changed(config, targets)
+        self._lab, self._goal, self._knobs, self._told = lab, goal, knobs, told
+        self._workers = sum(group.count for group in config.workers)
+
+    def starts(self) -> dict[str, Values]:
+        """By name: the policy, aggregation, and splits."""
+        named: dict[str, Values] = {POLICY: FREE, "aggregate": AGGREGATE}
+        for prefills, decodes in self._splits():
+            named[f"{prefills}P:{decodes}D"] = disaggregate(prefills, decodes)
+        return named
+
+    def run(self, most: int, starts: Mapping[str, Values] | None = None) -> Tuned:
+        """`most` simulations for the knobs, beside those for the `starts`."""
+        found = Tuned(FREE, 0.0)
+        for name, values in (self.starts() if starts is None else starts).items():
+            rate = self._service(values).sustained(self._goal, near=found.sustained or None)
+            found.starts[name] = rate
+            if rate > found.sustained:
+                found.best, found.sustained = values, rate
+        last = self._lab.runs + most
+        while self._lab.runs < last and self._turn_all(found, last):
+            pass
+        return found
+
+    def _service(self, values: Values) -> Service:
+        return self._lab.service(changed(self._config, values))
+
+    def _splits(self) -> Iterable[tuple[int, int]]:
+        """All of few; of many, those nearest to the share of prompts in the work."""
+        every = list(splits(self._workers))
+        if self._workers <= MANY:
+            return every
+        cost, scheduler = self._lab.profile.cost, self._config.scheduler
+        prompts = self._lab.demand.prompt_tokens * cost.linear_s(scheduler.token_budget) / scheduler.token_budget
+        outputs = self._lab.demand.output_tokens * cost.linear_s(scheduler.max_batch) / scheduler.max_batch
+        share = self._workers * prompts / (prompts + outputs)
+        return sorted(sorted(every, key=lambda split: abs(split[0] - share))[:MANY])
+
+    def _turn_all(self, found: Tuned, last: int) -> bool:
+        """Each knob once. True if one of them has gained."""
+        kept = False
+        for what, values in self._moves(found.best):
+            if self._lab.runs >= last:
+                break
+            # A knob turned earlier in this round stays turned: the change is to the best so far.
+            kept |= self._try(found, what, {**found.best, **values})
+        return kept
+
+    def _moves(self, best: Values) -> Iterator[tuple[str, Values]]:
+        """Changes of the best: pins by one worker, and each other value of each knob."""
+        yield from self._other_pins(best)
+        now = changed(self._config, best)
+        for knob in self._knobs:
+            if knob.key in MIXED and value_of(now, "policy.mode") == "aggregate" and knob.key != "policy.gamma":
+                continue  # the mode sets them
+            for value in knob.values:
+                yield knob.key, {knob.key: value}
+
+    def _other_pins(self, best: Values) -> Iterator[tuple[str, Values]]:
+        prefills = int(str(best.get("policy.pin_prefill", 0)))
+        decodes = int(str(best.get("policy.pin_decode", 0)))
+        near = [(-1, 0), (0, -1), (1, 0), (0, 1), (1, -1), (-1, 1), (0, 0), (-1, -1)]
+        for more, other in near:
+            x, y = prefills + more, decodes + other
+            if x >= 0 and y >= 0 and x + y <= self._workers and (x, y) not in ((self._workers, 0), (0, self._workers)):
+                yield "pins", {"policy.mode": "auto", "policy.pin_prefill": x, "policy.pin_decode": y}
+
+    def _try(self, found: Tuned, what: str, values: Values) -> bool:
+        """True if they are the best from now on."""
+        service, best = self._service(values), self._service(found.best)
+        if service is best or not _possible(service.config):
+            return False
+        rung = math.floor(best.rung(found.sustained)) + 1
+        within, before = service.within(rung, self._goal), best.within(rung, self._goal)
+        sustained = service.sustained(self._goal, near=service.rate(rung)) if within > before else None
+        trial = Trial(what, values, service.rate(rung), within, before, found.sustained, sustained)
+        found.trials.append(trial)
+        if self._told is not None:
+            self._told(trial)
+        if trial.kept and sustained is not None:
+            found.best, found.sustained = values, sustained
+        return trial.kept
+
+
+def _possible(config: Config) -> bool:
+    """As validate.py demands it of the keys that are turned here."""
+    return config.scheduler.token_budget >= config.scheduler.max_batch

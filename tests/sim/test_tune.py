@@ -1,0 +1,74 @@
+"""The tuner: it is never worse than the better baseline, turns what gains, and stops in time."""
+
+from __future__ import annotations
+
+import pytest
+from sim_world import config, costs
+
+from cbdisagg.config import Config, Scheduler
+from cbdisagg.sim.arrivals import Lengths, make_workload
+from cbdisagg.sim.demand import Demand, demand
+from cbdisagg.sim.goodput import Goal, Lab
+from cbdisagg.sim.tune import POLICY, Knob, Search, Trial
+from cbdisagg.sim.variants import changed, equal_workers
+
+GOAL = Goal(0.4, 0.03)
+
+
+def some(prompt: int, output: int) -> Demand:
+    lengths = Lengths(prompt, "exponential", 4 * prompt), Lengths(output, "exponential", 4 * output)
+    return demand(make_workload(80, 1.0, *lengths, 0), seconds=2.0)
+
+
+def fleet(count: int = 2) -> Config:
+    return equal_workers(config("any", scheduler=Scheduler(max_batch=16, token_budget=128)), count)
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(200, 4), (30, 8)])
+def test_it_is_never_worse_than_the_better_baseline(prompt: int, output: int) -> None:
+    lab = Lab(costs(), some(prompt, output))
+    search = Search(fleet(), lab, GOAL)
+    found = search.run(most=8)
+    assert found.starts.keys() == {POLICY, "aggregate", "1P:1D"}
+    assert found.sustained >= found.baseline > 0
+    best = lab.service(changed(fleet(), {**found.best, "targets.ttft_ms": 400.0, "targets.tpot_ms": 30.0}))
+    assert best.sustained(GOAL, near=found.sustained) == pytest.approx(found.sustained, rel=0.02)
+
+
+def test_a_knob_that_gains_is_turned_and_one_that_does_not_is_not() -> None:
+    heard: list[Trial] = []
+    knobs = (Knob("scheduler.token_budget", (16, 512), ""), Knob("scheduler.max_batch", (1,), ""))
+    lab = Lab(costs(h=0.05), some(120, 2))  # a step is dear, so large ones are wanted
+    small = changed(fleet(1), {"scheduler.token_budget": 16})
+    found = Search(small, lab, Goal(0.7, 0.5), knobs, heard.append).run(most=12)
+    assert found.best["scheduler.token_budget"] == 512 and "scheduler.max_batch" not in found.best
+    assert heard == found.trials
+    kept = [trial for trial in heard if trial.kept]
+    assert [trial.what for trial in kept] == ["scheduler.token_budget"] and kept[0].best == 0.0  # too small for anybody
+    assert all(trial.within <= trial.before or trial.kept for trial in heard if trial.what == "scheduler.max_batch")
+
+
+def test_it_stops_when_its_runs_are_used_up_or_nothing_is_within_reach() -> None:
+    lab = Lab(costs(), some(60, 5))
+    search = Search(fleet(), lab, GOAL)
+    none = search.run(most=0)
+    assert not none.trials and none.sustained == max(none.starts.values())
+    before = lab.runs
+    search.run(most=3)
+    assert lab.runs <= before + 3 + 20  # the last trial may look for its own rate
+    hopeless = Search(fleet(), lab, Goal(1e-5, 1e-5)).run(most=5)
+    assert hopeless.sustained == hopeless.baseline == 0.0 and not any(trial.kept for trial in hopeless.trials)
+
+
+def test_of_many_workers_the_splits_that_fit_the_lengths_are_tried() -> None:
+    def tried(prompt: int, output: int) -> list[int]:
+        search = Search(fleet(40), Lab(costs(), some(prompt, output)), GOAL)
+        return [int(name.split("P")[0]) for name in search.starts() if ":" in name]
+
+    long, short = tried(400, 2), tried(20, 100)
+    assert len(long) == len(short) == 8 and min(long) > max(short)
+
+
+def test_equal_searches_find_the_same() -> None:
+    first, second = (Search(fleet(), Lab(costs(), some(100, 4)), GOAL).run(most=4) for _ in range(2))
+    assert first == second
