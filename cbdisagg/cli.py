@@ -221,6 +221,12 @@ def simulate(context: typer.Context) -> None:
     _bench(context, "simulate", "simulate")
 
 
+@app.command(context_settings=PASSED_ON, add_help_option=False)
+def tune(context: typer.Context) -> None:
+    """Find the settings that serve a workload best, write a config."""
+    _bench(context, "tune", "tune")
+
+
 def _bench(context: typer.Context, module: str, function: str) -> None:
     """Run a function of cbdisagg_bench as a command of its own; it parses the arguments, `--help` among them."""
     command: Callable[..., object] = getattr(import_module(f"cbdisagg_bench.{module}"), function)
