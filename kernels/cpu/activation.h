@@ -6,7 +6,7 @@
 
 enum activation_kind { SILU_MUL, RELU, GELU };
 
-/* kernels/native_activation.py mirrors it field by field. */
+/* kernels/native_small.py mirrors it field by field. */
 struct activation {
     const void *x; /* [rows, width], for SILU_MUL [rows, 2 width]: gate, then up */
     void *out;     /* [rows, width]; may be x, but for SILU_MUL */

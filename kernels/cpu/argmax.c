@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-/* kernels/native_argmax.py mirrors it field by field. */
+/* kernels/native_small.py mirrors it field by field. */
 struct argmax {
     const void *x;   /* [rows, width] */
     int64_t *out;    /* [rows] */

@@ -4,7 +4,7 @@
 
 #include "common.h"
 
-/* kernels/native_norm.py mirrors it field by field. */
+/* kernels/native_small.py mirrors it field by field. */
 struct norm {
     const void *x;      /* [rows, width] */
     const void *weight; /* [width], or none: 1 */
