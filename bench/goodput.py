@@ -70,6 +70,7 @@ def goodput(
         bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only: within a minute.")
     ] = False,
     turns: Annotated[int, typer.Option(callback=at_least(0), help="Runs of the tuner per cell; 0: as suits.")] = 0,
+    most: Annotated[int, typer.Option(callback=at_least(0), help="Requests of a run at most; 0: as suits.")] = 0,
     seed: Annotated[int, typer.Option(callback=at_least(0), help="Of arrivals and lengths.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the cells as JSON there too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the heat map (matplotlib).")] = None,
@@ -89,7 +90,7 @@ def goodput(
         workers=2 if quick else workers,
         kv_gb=kv_gb,
         turns=turns or (60 if fine else 10 if quick else 24),
-        most=1500 if quick else 12_000,
+        most=most or (1500 if quick else 12_000),
         patience=4.0 if fine else 2.0,
         seed=seed,
     )

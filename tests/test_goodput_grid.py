@@ -1,0 +1,100 @@
+"""`cbdisagg bench goodput`: what makes a cell, when it misses, and a grid from end to end, small as it gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from cbdisagg_bench import goodput
+from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
+from cbdisagg_bench.goodput_report import knobs, table
+from cbdisagg_bench.goodput_workloads import TARGETS, WORKLOADS, Workload, prompt_s, step_s
+from rich.console import Console
+from typer import BadParameter, Typer
+
+from cbdisagg.core.profile import parse_profile
+from cbdisagg.sim.arrivals import Lengths
+from cbdisagg.sim.goodput import Lab
+
+PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
+H200 = parse_profile(PATH.read_bytes(), PATH.name)
+TINY = Workload("tiny", Lengths(300, "lognormal", 1000), Lengths(4))
+
+
+def cell(aggregated: float, disaggregated: float, tuned: float, default: float = 1.0) -> Cell:
+    aggregation, split = {"deadline chunks": aggregated, "chunks of 512": 0.0}, {"1P:1D": disaggregated, "2P:1D": 0.0}
+    return Cell("p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, default, tuned, {"policy.rho": 0.7})
+
+
+def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() -> None:
+    assert cell(2.0, 4.0, 3.9).ratio == pytest.approx(0.975) and not cell(2.0, 4.0, 3.9).misses
+    assert cell(2.0, 4.0, 3.8).misses == "under 0.97" and not cell(2.0, 4.0, 3.8).balanced
+    balanced = cell(3.7, 4.0, 4.08)
+    assert balanced.balanced and balanced.misses == "balanced, under 1.03"
+    assert not cell(3.7, 4.0, 4.2).misses
+    nothing = cell(0.0, 0.0, 0.0)
+    assert nothing.ratio == 1.0 and not nothing.balanced and cell(0.0, 0.0, 1.0).ratio == 2.0
+
+
+def test_the_verdict_counts_every_cell() -> None:
+    told = verdict([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.8)])
+    assert (told.cells, told.missed, told.balanced) == (3, 1, 2) and not told.reached
+    assert told.lowest == pytest.approx(0.95) and told.median == pytest.approx(1.15)
+    assert verdict([cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.9)]).reached
+    assert not verdict([cell(4.0, 4.0, 4.4)]).reached  # the median is too low
+    assert verdict([cell(2.0, 4.0, 4.0)]).reached and verdict([cell(2.0, 4.0, 4.0)]).median == 0.0
+
+
+def test_targets_are_stated_in_units_of_the_device() -> None:
+    for workload in WORKLOADS:
+        goals = [targets.goal(workload, H200, 0.9) for targets in TARGETS]
+        assert goals[0].tpot_s < goals[1].tpot_s < goals[2].tpot_s
+        assert goals[0].ttft_s > goals[2].ttft_s > prompt_s(workload, H200)
+        assert all(goal.tpot_s > step_s(H200) for goal in goals)
+
+
+def test_a_tiny_grid_from_end_to_end() -> None:
+    lab = Lab(H200, TINY.demand(60, 0.5, 0))
+    found = list(cells(fleet(H200, 2, 10.0), lab, TINY, TARGETS[1], (0.9, 0.5), turns=2))
+    assert [one.part for one in found] == [0.9, 0.5]
+    for one in found:
+        assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 4
+        own = max(one.aggregation["deadline chunks"], one.disaggregated, one.default)
+        assert one.tuned >= own > 0  # what the search began with
+    assert found[1].aggregated >= found[0].aggregated
+
+
+def test_a_table_tells_all_cells_and_what_was_turned() -> None:
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4)]))
+    said = console.export_text()
+    assert "-5%" in said and "+10%" in said and "1 miss a figure" in said and "B" in said and "!" in said
+    turned = {"policy.mode": "auto", "policy.pin_prefill": 1, "policy.pin_decode": 0, "policy.eta": 0.5}
+    made = cell(1.0, 1.0, 1.0)
+    assert knobs(made) == "rho 0.7"
+    assert knobs(type(made)(**{**_fields(made), "knobs": turned})) == "1P:0D eta 0.5"
+    assert knobs(type(made)(**{**_fields(made), "knobs": {}})) == "as it comes"
+
+
+def _fields(one: Cell) -> dict[str, object]:
+    return {name: getattr(one, name) for name in one.__struct_fields__}
+
+
+def test_the_command_writes_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(goodput, "WORKLOADS", (TINY, dataclasses.replace(TINY, name="other")))
+    app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(goodput.goodput)
+    out = tmp_path / "grid.json"
+    given = ["--quick", "--turns", "1", "--only", "tiny", "--most", "50", "--out", str(out)]
+    app([*given, "--json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert told == json.loads(out.read_text()) and told["verdict"]["cells"] == len(told["cells"]) == 2
+    with pytest.raises(BadParameter, match="'nobody' is not one of"):
+        app(["--only", "nobody"], standalone_mode=False)
+    with pytest.raises(BadParameter, match=r"must end in \.png or \.svg"):
+        app(["--plot", str(tmp_path / "map.txt")], standalone_mode=False)
