@@ -19,7 +19,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-import aiohttp
 import typer
 from cbdisagg_bench.load_asks import Ask, fill
 from cbdisagg_bench.load_client import Client
@@ -73,9 +72,9 @@ def _places(threads: int) -> dict[str, object]:
     return {"threads": threads, "first": first, "second": second}
 
 
-async def _ttft(session: aiohttp.ClientSession, url: str, ask: Ask) -> float:
+async def _ttft(url: str, ask: Ask) -> float:
     begin = time.perf_counter()
-    answer = await Client(session, url, MODEL, begin).ask(ask)
+    answer = await Client(url, MODEL, begin).ask(ask)
     if answer.error:
         raise ServiceFailed(f"{url}: {answer.error}")
     return answer.times[0]
@@ -90,13 +89,12 @@ async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, see
     async with (
         service("pair", PAIR.format(**places), dtype) as pair,
         service("single", SINGLE.format(**places), dtype) as single,
-        aiohttp.ClientSession() as session,
     ):
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("prompts", total=len(asks))
             for n, ask in enumerate(asks):
                 name, url = (("1P1D", pair), ("single", single))[n % 2]
-                seconds = await _ttft(session, url, ask)
+                seconds = await _ttft(url, ask)
                 if n >= 6:  # the first of each warm up
                     times[name].append(seconds)
                 progress.advance(task)

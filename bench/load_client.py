@@ -8,19 +8,20 @@ a request: due -> (a place is free) -> sent -> its tokens -> an `Answer`, whatev
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import aiohttp
 from cbdisagg_bench.load_asks import Ask
 from cbdisagg_bench.load_events import DONE, Chunk, Events, read_chunk
+from cbdisagg_bench.load_http import post
 from rich.progress import Progress
 
 SILENCE_S = 300.0
 """A server that sends nothing for so long has lost the request."""
 RENEW_S = 1.0
-"""How often that is looked at: a timer for each read, which is aiohttp's own way, costs much of the reading."""
+"""How often that is looked at: a timer for each read would cost much of the reading."""
 REFUSALS = (429, 503)
 
 
@@ -49,32 +50,46 @@ class Answer:
 class Client:
     """`begin`: when times start, on `time.perf_counter`. `ignore_eos`: answers must be as long as asked for."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, url: str, model: str, begin: float, *, ignore_eos: bool = True
-    ) -> None:
-        self._session, self._url, self._model = session, url, model
+    def __init__(self, url: str, model: str, begin: float, *, ignore_eos: bool = True, api_key: str = "") -> None:
+        self._url, self._model = f"{url}/v1/completions", model
         self._begin, self._ignore_eos = begin, ignore_eos
+        self._headers = {"Content-Type": "application/json"} | bearer(api_key)
 
     async def ask(self, ask: Ask) -> Answer:
         now = self._clock()
         answer = Answer(ask, arrived=ask.arrival_s or now, sent=now)
         try:
-            async with (
-                asyncio.timeout(SILENCE_S) as patience,
-                self._session.post(f"{self._url}/v1/completions", json=self._body(ask)) as response,
-            ):
-                if response.status == 200:
-                    await _Reading(answer).read(response, self._clock, patience)
-                else:
-                    answer.refused = response.status in REFUSALS
-                    answer.error = f"{response.status} {(await response.text())[:200].strip()}"
+            await self._read(ask, answer)
         except TimeoutError:
             answer.error = f"nothing came for {SILENCE_S:.0f} s"
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         if self._ignore_eos and not answer.error and answer.tokens != ask.output_tokens:
             answer.error = f"{answer.tokens} tokens instead of {ask.output_tokens}"
         return answer
+
+    async def _read(self, ask: Ask, answer: Answer) -> None:
+        """Raises TimeoutError, OSError, or ValueError for what is no stream of completions."""
+        reading, refusal, renewed = _Reading(answer), b"", self._clock()
+
+        def on_body(status: int, data: bytes) -> None:
+            nonlocal refusal, renewed
+            at = self._clock()
+            if at > renewed + RENEW_S:
+                renewed = at
+                patience.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+            if status == 200:
+                reading.feed(data, at)
+            else:
+                refusal += data
+
+        async with asyncio.timeout(SILENCE_S) as patience:
+            status = await post(self._url, self._headers, json.dumps(self._body(ask)).encode(), on_body)
+        if status == 200:
+            reading.finish()
+        else:
+            answer.refused = status in REFUSALS
+            answer.error = f"{status} {refusal.decode(errors='replace')[:200].strip()}"
 
     def _body(self, ask: Ask) -> dict[str, object]:
         body = {
@@ -96,25 +111,17 @@ class _Reading:
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
+        self._events = Events()
         self._silent: list[int] = []  # events without text: a part of a character, or the end alone
         self._ended = False
 
-    async def read(
-        self, response: aiohttp.ClientResponse, clock: Callable[[], float], patience: asyncio.Timeout
-    ) -> None:
+    def feed(self, data: bytes, at: float) -> None:
         """Raises ValueError for what is no stream of completions."""
-        events, renewed = Events(), clock()
-        async for data in response.content.iter_any():
-            at = clock()
-            if at > renewed + RENEW_S:
-                renewed = at
-                patience.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
-            for payload in events.feed(data):
-                if payload == DONE:
-                    self._ended = True
-                else:
-                    self._take(read_chunk(payload), at)
-        self._finish()
+        for payload in self._events.feed(data):
+            if payload == DONE:
+                self._ended = True
+            else:
+                self._take(read_chunk(payload), at)
 
     def _take(self, chunk: Chunk, at: float) -> None:
         answer = self._answer
@@ -128,7 +135,7 @@ class _Reading:
             answer.times.append(at)
             self._ended = self._ended or choice.finish_reason is not None
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         answer = self._answer
         surplus = len(answer.times) - answer.counted if answer.counted else 0
         for number in self._silent[::-1][: max(0, surplus)]:
@@ -141,13 +148,8 @@ class _Reading:
             answer.error = "no token came"
 
 
-def open_session(api_key: str = "") -> aiohttp.ClientSession:
-    """Connections without limit."""
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=None),
-        connector=aiohttp.TCPConnector(limit=0),
-        headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-    )
+def bearer(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 async def run(
@@ -163,24 +165,23 @@ async def run(
     """Send all requests, in order, at most `concurrency` at once; the answers and the seconds that it took."""
     task = progress.add_task(f"requests to {url}", total=len(asks))
     places = asyncio.Semaphore(concurrency)
-    async with open_session(api_key) as session:
-        begin = time.perf_counter()
-        client = Client(session, url, model, begin, ignore_eos=ignore_eos)
+    begin = time.perf_counter()
+    client = Client(url, model, begin, ignore_eos=ignore_eos, api_key=api_key)
 
-        async def one(ask: Ask) -> Answer:
-            try:
-                return await client.ask(ask)
-            finally:
-                places.release()
-                progress.advance(task)
+    async def one(ask: Ask) -> Answer:
+        try:
+            return await client.ask(ask)
+        finally:
+            places.release()
+            progress.advance(task)
 
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for ask in asks:
-                await _until(begin + ask.arrival_s)
-                await places.acquire()
-                tasks.append(group.create_task(one(ask)))
-        seconds = time.perf_counter() - begin
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for ask in asks:
+            await _until(begin + ask.arrival_s)
+            await places.acquire()
+            tasks.append(group.create_task(one(ask)))
+    seconds = time.perf_counter() - begin
     progress.remove_task(task)
     return [task.result() for task in tasks], seconds
 

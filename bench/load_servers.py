@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import typer
 from cbdisagg_bench.load_asks import Ask
-from cbdisagg_bench.load_client import open_session
+from cbdisagg_bench.load_client import bearer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,10 @@ def named(argument: str) -> tuple[str, str]:
 async def find(name: str, url: str, model: str, api_key: str) -> Server:
     """Ask a server what it serves. Raises typer.BadParameter if it does not answer, or not `model`."""
     try:
-        async with open_session(api_key) as session, session.get(f"{url}/v1/models") as response:
+        async with (
+            aiohttp.ClientSession(headers=bearer(api_key)) as session,
+            session.get(f"{url}/v1/models") as response,
+        ):
             text = await response.text()
             if response.status != 200:
                 raise typer.BadParameter(

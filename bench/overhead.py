@@ -57,7 +57,7 @@ def overhead(
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, as for serve.")] = None,
     batch: Annotated[int, typer.Option(callback=at_least(1), help="Streams that run at once.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(callback=at_least(32), help="Length of each answer.")] = 160,
+    output_tokens: Annotated[int, typer.Option(callback=at_least(32), help="Length of each answer.")] = 256,
     rounds: Annotated[int, typer.Option(callback=at_least(1), help="Of a bare run and a served one.")] = 7,
     port: Annotated[int, typer.Option(help="Of the service; 0: any that is free.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
