@@ -8,6 +8,7 @@ the virtual clock and a profile's costs; `--clock wall` does a small grid on ser
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -15,24 +16,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
+import uvloop
+from cbdisagg_bench import goodput_wall
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import at_least, chosen
+from cbdisagg_bench.options import at_least, chosen, numbers
+from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.simulate_input import check_place, read_bytes
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cbdisagg.cli import fail
 from cbdisagg.core.profile import Profile, parse_profile
+from cbdisagg.load import load_config
 from cbdisagg.sim.demand import Demand
 from cbdisagg.sim.goodput import Lab
 
 PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 PARTS = (0.9, 0.99)
+LENGTHS = ((128, 32), (512, 16))
+"""Wall clock: tokens of prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +67,17 @@ class Plan:
 
 
 def goodput(
+    clock: Annotated[Literal["virtual", "wall"], typer.Option(help="wall: services on this machine.")] = "virtual",
     profile: Annotated[
         list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
     ] = None,
     workers: Annotated[int, typer.Option(callback=at_least(2), help="Equal ones, shared out in every way.")] = 4,
     kv_gb: Annotated[float, typer.Option(callback=at_least(1), help="KV memory of each worker, in 10^9 bytes.")] = 60.0,
+    config: Annotated[Path | None, typer.Option(help="Wall clock: model, targets and knobs of the policy.")] = None,
+    rates: Annotated[str, typer.Option(help="Wall clock: requests per second, as 1,2.")] = "1,2,3",
+    rounds: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each load.")] = 3,
+    requests: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each run.")] = 20,
+    port: Annotated[int, typer.Option(callback=at_least(0), help="Wall clock: of the first service; 0: any.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Workloads, by name; repeatable. Default: all.")] = None,
     fine: Annotated[bool, typer.Option("--fine", help="More targets, longer runs, more turns of the tuner.")] = False,
     quick: Annotated[
@@ -80,6 +94,10 @@ def goodput(
 
     Example: cbdisagg bench goodput --workers 8 --fine --plot goodput.png
     """
+    check_place(out, "--out")
+    if clock == "wall":
+        _on_this_machine(config, numbers("--rates", rates), rounds, requests, seed, port, out, as_json)
+        return
     names = [workload.name for workload in WORKLOADS]
     picked = chosen("--only", only or (names[:2] if quick else names), names)
     plan = Plan(
@@ -95,19 +113,52 @@ def goodput(
         seed=seed,
     )
     draw = _drawing(plot)
-    check_place(out, "--out")
     started = time.perf_counter()
     found, runs = run(plan)
     took_s = time.perf_counter() - started
     told = _told(found, plan, runs, took_s)
-    if out is not None:
-        out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    if as_json:
-        print(json.dumps(told, indent=1))
-    else:
-        Console().print(table(found))
+    _hand_out(told, out, as_json, lambda: Console().print(table(found)))
+    if not as_json:
         print(f"{runs} simulations in {took_s:.0f} s")
     draw(found)
+
+
+def _on_this_machine(
+    config: Path | None, rates: list[int], rounds: int, requests: int, seed: int, port: int, out: Path | None, js: bool
+) -> None:
+    settings = load_config(config)
+    wanted = goodput_wall.loads(rates, LENGTHS, settings.targets)
+    configs = goodput_wall.systems(settings, settings.targets, len(os.sched_getaffinity(0)))
+    columns = (TextColumn("{task.description:>40}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("runs", total=len(configs) * len(wanted) * rounds)
+            work = goodput_wall.measure(configs, wanted, requests, rounds, seed, port, bar, lambda: bar.advance(task))
+            found = uvloop.run(work)
+    except ServiceFailed as error:
+        fail(str(error))
+    told = {**_head(seed), "rounds": rounds, "cells": [goodput_wall.summary(cell) for cell in found]}
+    _hand_out(told, out, js, lambda: Console().print(goodput_wall.table(found, rounds)))
+
+
+def _hand_out(told: dict[str, object], out: Path | None, as_json: bool, show: Callable[[], None]) -> None:
+    text = json.dumps(told, indent=1)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        print(text)
+    else:
+        show()
+
+
+def _head(seed: int) -> dict[str, object]:
+    command = " ".join(["cbdisagg", *sys.argv[1:]])
+    return {
+        "command": command,
+        "seed": seed,
+        "machine": platform.machine(),
+        "versions": {"python": platform.python_version()},
+    }
 
 
 def run(plan: Plan) -> tuple[list[Cell], int]:
@@ -160,9 +211,7 @@ def _drawing(path: Path | None) -> Callable[[Sequence[Cell]], None]:
 
 def _told(found: Sequence[Cell], plan: Plan, runs: int, took_s: float) -> dict[str, object]:
     return {
-        "command": " ".join(["cbdisagg", *sys.argv[1:]]),
-        "seed": plan.seed,
-        "versions": {"python": platform.python_version()},
+        **_head(plan.seed),
         "workers": plan.workers,
         "runs": runs,
         "took_s": round(took_s, 1),

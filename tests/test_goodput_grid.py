@@ -11,10 +11,12 @@ import pytest
 from cbdisagg_bench import goodput
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import knobs, table
+from cbdisagg_bench.goodput_wall import POLICY, Load, WallCell, loads, summary, systems
 from cbdisagg_bench.goodput_workloads import TARGETS, WORKLOADS, Workload, prompt_s, step_s
 from rich.console import Console
 from typer import BadParameter, Typer
 
+from cbdisagg.config import Config, Targets
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.sim.arrivals import Lengths
 from cbdisagg.sim.goodput import Lab
@@ -98,3 +100,25 @@ def test_the_command_writes_what_it_found(
         app(["--only", "nobody"], standalone_mode=False)
     with pytest.raises(BadParameter, match=r"must end in \.png or \.svg"):
         app(["--plot", str(tmp_path / "map.txt")], standalone_mode=False)
+
+
+def test_by_the_wall_clock_the_policy_is_held_against_the_best_less_the_spread() -> None:
+    load = Load(2.0, 128, 32, 1000.0, 50.0)
+    good = {"one": [1.9, 2.0, 1.8], "two": [1.0, 1.0, 1.0], POLICY: [1.7, 1.75, 1.6]}
+    met = WallCell(load, good)
+    assert (met.best, met.median("one"), met.spread) == ("one", 1.9, pytest.approx(0.2 / 1.9))
+    assert met.ratio == pytest.approx(1.7 / 1.9) and met.holds
+    assert not WallCell(load, {**good, "one": [1.9, 1.9, 1.9]}).holds
+    nobody = WallCell(load, {"one": [0.0], POLICY: [0.0]})
+    assert nobody.ratio == 1.0 and nobody.spread == 0.0 and summary(nobody)["holds"]
+
+
+def test_by_the_wall_clock_all_systems_have_the_same_cores_and_targets() -> None:
+    targets = Targets(ttft_ms=500, tpot_ms=40)
+    found = systems(Config(), targets, threads=4)
+    assert list(found) == ["one", "two", "1P1D", POLICY]
+    for config in found.values():
+        assert sum(group.count * group.threads for group in config.workers) == 4 and config.targets == targets
+    modes = [config.policy.mode for config in found.values()]
+    assert modes == ["aggregate", "aggregate", "disaggregate", "auto"]
+    assert [load.rate for load in loads([1, 2], [(128, 32)], targets)] == [1, 2]
