@@ -292,9 +292,21 @@ def validity(context: typer.Context) -> None:
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
+def goodput(context: typer.Context) -> None:
+    """Compare aggregation, disaggregation and the policy by goodput."""
+    _bench(context, "goodput", "goodput")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
 def overhead(context: typer.Context) -> None:
     """Time decoding over HTTP against the bare step."""
     _bench(context, "overhead", "overhead")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def gpu(context: typer.Context) -> None:
+    """Prove kernels, steps and transfers on an NVIDIA GPU."""
+    _bench(context, "gpu", "gpu")
 
 
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)

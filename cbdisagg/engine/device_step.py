@@ -115,7 +115,7 @@ class DrawTable:
         self.words[4:7, slot] = np.array(words, np.uint32).view(np.int32)
 
     def of(self, slots: list[int], positions: list[int]) -> Ints:
-        """[DRAW_WORDS, draws]; `positions` of the tokens that are drawn."""
-        words = self.words[:, slots]
+        """[DRAW_WORDS, draws], contiguous; `positions` of the tokens that are drawn."""
+        words = np.ascontiguousarray(self.words[:, slots])
         words[7] = positions
         return words

@@ -33,8 +33,10 @@ class KernelCopier:
         self._layers: dict[int, Tensor] = {}
 
     def prepare(self, source: tuple[int, ...], target: tuple[int, ...], stream: int) -> Lists:
+        """Waits for nothing: what is queued on the stream already may wait for a step that is still computed."""
+        lists = torch.tensor((source, target), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         with self._on(stream):
-            pages = torch.tensor((source, target), dtype=torch.int32).to(self._device)
+            pages = lists.to(self._device, non_blocking=True)
         return pages[0], pages[1]
 
     def copy(self, source: int, target: int, prepared: Lists, stream: int) -> None:

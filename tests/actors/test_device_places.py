@@ -19,7 +19,7 @@ def test_workers_of_a_gpu_share_what_is_not_given_away() -> None:
         Workers(device="cuda:1"),
     )
     assert memory_fractions(groups) == pytest.approx({"cuda:0": 0.3, "cuda:1": 0.9})
-    spots = place_workers(groups, Cores((0, 1, 2, 3), 4, True))
+    spots = place_workers(groups, Cores((0, 1, 2, 3), 4))
     assert [(spot.name, spot.device) for spot in spots] == [
         ("prefill-0", "cuda:0"),
         ("decode-0", "cuda:0"),

@@ -1,0 +1,98 @@
+"""Llama-shaped models with random weights, made on the device: in memory for steps, as folders for services."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cbdisagg_bench.gpu_rows import Setting
+from cbdisagg_bench.step import random_tensors
+from cbdisagg_kernels.ops import Ops, select
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig
+
+from cbdisagg.engine.device_runner import DeviceRunner
+from cbdisagg.engine.families import spec_of, weights_of
+from cbdisagg.engine.kv import KvShape, as_pool
+from cbdisagg.engine.model import Decoder, make_linears
+
+PAGE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int = 8192
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=self.context,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+
+LLAMA_8B = Llama(32, 4096, 14_336, 32, 8, 128, 128_256)
+KV_OF_8B = Llama(32, 2048, 4096, 16, 8, 128, 32_000)
+"""As much KV for each token as Llama 3.1 8B has, and a sixth of its weights: for hand-overs."""
+TINY = Llama(2, 64, 96, 4, 2, 16, 400, 2048)
+
+
+def triton_ops(setting: Setting, dtype: torch.dtype) -> Ops:
+    if setting.tiny:
+        from cbdisagg_kernels.gpu.ops import triton_ops as interpreted  # only where it is asked for by its name
+
+        return interpreted(setting.torch_device)
+    return select(setting.torch_device, dtype)
+
+
+def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most_batch: int) -> DeviceRunner:
+    """In bfloat16 (tiny: float32), with a pool of `pages` pages of PAGE tokens."""
+    dtype = torch.float32 if setting.tiny else torch.bfloat16
+    spec = spec_of(shape.config())
+    kv = KvShape(spec.layers, spec.kv_heads, spec.head_dim, PAGE, dtype)
+    memory = torch.zeros(spec.layers, pages, kv.page_bytes, dtype=torch.uint8, device=setting.torch_device)
+    with torch.device(setting.torch_device), setting.device.queueing():
+        weights = weights_of(spec, random_tensors(spec, shape.inner))
+    ops = triton_ops(setting, dtype)
+    with setting.device.queueing():
+        linears = make_linears(weights, ops, dtype)
+    decoder = Decoder(spec, weights, linears, ops, as_pool(memory, kv), max_len)
+    setting.device.mark().wait()
+    return DeviceRunner(decoder, max_len, setting.device, most_slots=2 * most_batch, most_batch=most_batch)
+
+
+def write_folder(folder: Path, shape: Llama, setting: Setting, seed: int = 0) -> Path:
+    """A model folder that services load: bfloat16, and a tokenizer whose words are the ids."""
+    torch.manual_seed(seed)
+    config = shape.config()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device(setting.torch_device):
+        tensors = random_tensors(spec_of(config), shape.inner)
+        tensors["lm_head.weight"] = torch.empty_like(tensors["model.embed_tokens.weight"]).normal_(0.0, 0.04)
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    words = Tokenizer(WordLevel({str(n): n for n in range(shape.vocab)}, unk_token="0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    texts = {"bos_token": "0", "eos_token": "0", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(texts), encoding="utf-8")
+    return folder

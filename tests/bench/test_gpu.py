@@ -1,0 +1,70 @@
+"""`bench gpu`: parts in processes of their own, with limits; tried here through the interpreter, at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from cbdisagg_bench import gpu
+from cbdisagg_bench.gpu_part import PARTS
+from cbdisagg_bench.gpu_rows import Row, at_least, at_most
+from rich.console import Console
+
+
+def test_limits_are_for_all_parts_and_keep_to_five_minutes() -> None:
+    assert gpu.LIMITS_S.keys() == PARTS.keys()
+    assert sum(gpu.LIMITS_S.values()) <= 300
+
+
+def test_a_part_runs_by_itself_and_its_rows_are_kept(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("wb") as log:
+        outcome = gpu.run_part("ipc", "cpu", log)
+    assert outcome.trouble == "", (tmp_path / "log.txt").read_text()
+    rows = {row.what: row for row in outcome.rows}
+    assert rows["layers of 2 that arrived damaged"].holds is True
+    assert rows["self-test"].value > 0
+
+
+def test_a_part_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
+    with (tmp_path / "log.txt").open("wb") as log:
+        failed = gpu.run_part("ipc", "cuda:99", log)
+        hung = gpu.run_part("ipc", "cpu", log, limit_s=0.01)
+    assert "status 1" in failed.trouble and "cuda:99" in failed.trouble
+    assert hung.trouble == "not done after 0 s" and not hung.rows
+
+
+def test_one_bad_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        "kernels": gpu.Outcome("kernels", 1.0, "", [at_most("kernels", "attention", 1e-6, "abs", 1e-5)]),
+        "rates": gpu.Outcome("rates", 1.0, "not done after 30 s", [Row("rates", "copy of memory", 4e3, "GB/s")]),
+    }
+    monkeypatch.setattr(gpu, "run_part", lambda name, device, log: found[name])
+    with pytest.raises(typer.Exit):
+        gpu.gpu(out=tmp_path / "out", device="cpu", parts="kernels,rates", as_json=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "table.txt", "log.txt"}
+    report = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [part["trouble"] for part in report["parts"]] == ["", "not done after 30 s"]
+    text = (tmp_path / "out" / "table.txt").read_text()
+    assert "attention" in text and "copy of memory" in text and "not done after 30 s" in text
+
+
+def test_a_missed_aim_is_shown() -> None:
+    rows = [at_least("rates", "decode", 0.5, "x", 0.85), at_least("rates", "copies", 0.9, "x", 0.8)]
+    console = Console(record=True, width=100)
+    console.print(gpu.table([gpu.Outcome("rates", 1.0, "", rows)]))
+    decode, copies = console.export_text().splitlines()[-2:]
+    assert decode.split()[-1] == "NO" and copies.split()[-1] == "yes"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_comes_to_its_end(part: str, tmp_path: Path) -> None:
+    """The way, not the speed."""
+    with (tmp_path / "log.txt").open("wb") as log:
+        outcome = gpu.run_part(part, "cpu", log, limit_s=600)
+    assert outcome.trouble == "", (tmp_path / "log.txt").read_text()
+    exact = [row for row in outcome.rows if row.unit in ("abs", "rel", "bytes", "layers", "answers", "tokens")]
+    assert outcome.rows and all(row.holds is not False for row in exact)
