@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from cbdisagg.actors.life import Life
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.actors.shell import Shell
 from cbdisagg.actors.start import Start
+from cbdisagg.actors.tuner import make_tuner
 from cbdisagg.config import Config
 from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox
 from cbdisagg.core.invariants import check_coordinator
-from cbdisagg.messages import Address, PeerDown, Suspect, ToCoordinator, Up
+from cbdisagg.messages import Address, PeerDown, Steer, Suspect, ToCoordinator, Up
 
 
 async def run_coordinator(life: Life, start: Start, config: Config) -> None:
@@ -32,7 +34,14 @@ async def run_coordinator(life: Life, start: Start, config: Config) -> None:
         journal=Journal(journal_folder(config.debug), mailbox.address, config) if config.debug.journal else None,
     )
 
+    def steer(message: Steer) -> None:
+        shell.handle(FromCoordinatorInbox(mailbox.address, message))
+
+    tuner = make_tuner(config, steer) if config.policy.tuner else None
+
     def receive(sender: Address, message: ToCoordinator) -> None:
+        if tuner is not None:
+            tuner.hear(message)
         if isinstance(message, PeerDown):
             mailbox.forget(message.incarnation)
         shell.handle(FromCoordinatorInbox(sender, message))
@@ -49,7 +58,11 @@ async def run_coordinator(life: Life, start: Start, config: Config) -> None:
     mailbox.start(receive, lost)
     mailbox.tell(start.supervisor, Up(mailbox.address, "coordinator", os.getpid()))
     try:
-        await life.ended
+        async with asyncio.TaskGroup() as work:
+            tuning = work.create_task(tuner.run()) if tuner is not None else None
+            await life.ended
+            if tuning is not None:
+                tuning.cancel()
     finally:
         shell.close()
         mailbox.close()

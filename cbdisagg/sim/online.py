@@ -1,0 +1,158 @@
+"""Tuning while serving, but for the process that it takes: what was asked lately, whether to turn the knobs, and back.
+
+    requests end -> enough of them: a question (History) -> a search in the simulator (answer) -> the knobs are turned
+    if that is predicted to gain (Steering) -> the next requests say whether it did: else the last good ones again
+
+Knows the coordinator's messages and what a search returns. Latencies are not the coordinator's to see: a request was in
+time if it ended within TTFT + TPOT for each later token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from cbdisagg.config import Config
+from cbdisagg.core.knobs import configured
+from cbdisagg.core.profile import Profile
+from cbdisagg.messages import Finished, Generate, Knobs, RequestId
+from cbdisagg.sim.demand import demand
+from cbdisagg.sim.goodput import Goal, Lab
+from cbdisagg.sim.tune import KNOBS, Search
+from cbdisagg.sim.variants import Values, changed
+from cbdisagg.sim.workload import Ask
+
+WINDOW = 300
+"""Requests that a question is about, and that must have ended since the last one."""
+PART = 0.9
+GAIN = 0.03
+"""The least that a turn must be predicted to gain: less is the simulator's error."""
+LOSS = 0.05
+"""A turn is taken back if so much less of the requests are in time than before it."""
+TURNS = 60
+LIVE = tuple(knob for knob in KNOBS if knob.key in ("policy.rho", "policy.eta", "policy.gamma"))
+"""What can be turned without a restart, beside the pins."""
+
+
+@dataclass(slots=True)
+class Ended:
+    ask: Ask
+    in_time: bool
+
+
+class History:
+    """The last requests that have ended, as their coordinator saw them. Bounded in what it remembers."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._open: OrderedDict[RequestId, tuple[float, Generate]] = OrderedDict()
+        self._ended: OrderedDict[RequestId, Ended] = OrderedDict()
+        self._new = 0
+
+    @property
+    def full(self) -> bool:
+        """As many as a question needs have ended since the last one."""
+        return self._new >= self._window
+
+    def hear(self, now: float, message: object) -> None:
+        if isinstance(message, Generate):
+            self._open.setdefault(message.id, (now - message.age_s, message))
+            while len(self._open) > 10 * self._window:  # lost with an api or a worker: never Finished
+                self._open.popitem(last=False)
+        elif isinstance(message, Finished) and message.output_tokens > 0:
+            self._end(now, message)
+
+    def _end(self, now: float, message: Finished) -> None:
+        """A request that has moved ends on each of its workers: the last end has all of its tokens."""
+        begun = self._open.get(message.id)
+        if begun is None:
+            return
+        arrival, request = begun
+        targets, tokens = request.targets, message.output_tokens
+        known = self._ended.pop(message.id, None)
+        self._new += known is None
+        tokens = max(tokens, known.ask.output_tokens if known is not None else 0)
+        ask = Ask(
+            arrival,
+            tokens,
+            len(request.prompt) // 4,
+            ttft_ms=1e3 * targets.ttft_s,
+            tpot_ms=1e3 * targets.tpot_s,
+        )
+        self._ended[message.id] = Ended(ask, now - arrival <= targets.ttft_s + targets.tpot_s * (tokens - 1))
+        while len(self._ended) > self._window:
+            gone, _ = self._ended.popitem(last=False)
+            self._open.pop(gone, None)
+
+    def take(self) -> tuple[list[Ask], float]:
+        """The last requests, by arrival from 0 on, and the part of them that was in time; the count begins anew."""
+        self._new = 0
+        ended = sorted(self._ended.values(), key=lambda one: one.ask.arrival_s)
+        start = ended[0].ask.arrival_s
+        asks = [replace(one.ask, arrival_s=one.ask.arrival_s - start) for one in ended]
+        return asks, sum(one.in_time for one in ended) / len(ended)
+
+
+class Question(Struct, frozen=True):
+    """`knobs`: those in force. `most`: simulations."""
+
+    config: Config
+    profile: Profile
+    asks: tuple[Ask, ...]
+    knobs: Knobs
+    most: int = TURNS
+
+
+class Answer(Struct, frozen=True):
+    """The best knobs found, and by what part more the service would keep up with under them."""
+
+    knobs: Knobs
+    gain: float
+
+
+def answer(question: Question) -> Answer:
+    targets = question.config.targets
+    goal = Goal(targets.ttft_ms / 1e3, targets.tpot_ms / 1e3, PART)
+    outputs = sum(ask.output_tokens for ask in question.asks) / len(question.asks)
+    lab = Lab(question.profile, demand(question.asks, 2 * (goal.ttft_s + outputs * goal.tpot_s)))
+    search = Search(question.config, lab, goal, LIVE)
+    found = search.run(question.most, {"now": _values(question.knobs), **search.starts()})
+    now = found.starts["now"]
+    if not found.sustained:
+        return Answer(question.knobs, 0.0)
+    gain = found.sustained / now - 1 if now else float(found.sustained > 0)
+    return Answer(configured(changed(question.config, found.best)), gain)
+
+
+def _values(knobs: Knobs) -> Values:
+    return {"policy.mode": "auto", **{f"policy.{name}": getattr(knobs, name) for name in knobs.__struct_fields__}}
+
+
+class Steering:
+    """Which knobs are in force, which were the last good ones, and which have disappointed."""
+
+    def __init__(self, knobs: Knobs) -> None:
+        self.now = knobs
+        self._good = knobs
+        self._before: float | None = None  # the part in time when they were turned
+        self._bad: list[Knobs] = []
+
+    def judge(self, in_time: float) -> Knobs | None:
+        """After the first requests under new knobs: those to go back to, or None if they may stay."""
+        before, self._before = self._before, None
+        if before is None or in_time >= before - LOSS:
+            self._good = self.now
+            return None
+        self._bad = [*self._bad[-7:], self.now]
+        self.now = self._good
+        return self.now
+
+    def adopt(self, found: Answer, in_time: float) -> Knobs | None:
+        """The knobs to turn to, or None: too little to gain, or tried before in vain."""
+        if found.gain <= GAIN or found.knobs == self.now or found.knobs in self._bad:
+            return None
+        self._good, self.now, self._before = self.now, found.knobs, in_time
+        return self.now

@@ -1,0 +1,78 @@
+"""The tuner's process: a question goes to a child and comes back as a Steer; a child that fails is only a line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cbdisagg.actors import tuner
+from cbdisagg.config import Config, Kv, Policy, ProfileFile, Scheduler, Workers
+from cbdisagg.core.knobs import configured
+from cbdisagg.core.profile import Profile, parse_profile
+from cbdisagg.messages import Finished, Generate, RequestId, Sampling, Steer, Targets, pack
+from cbdisagg.sim.arrivals import Lengths, make_workload
+from cbdisagg.sim.online import Answer, History, Question
+
+PATH = Path(__file__).parents[2] / "configs" / "profiles" / "h200-llama3.1-8b.json"
+H200 = parse_profile(PATH.read_bytes(), PATH.name)
+SERVICE = Config(
+    workers=(Workers(role="any", count=2),),
+    kv=Kv(page_size=64, pages=2000),
+    scheduler=Scheduler(max_batch=16),
+    policy=Policy(tuner=True),
+)
+
+
+def question(profile: Profile) -> Question:
+    asks = make_workload(20, 20.0, Lengths(200), Lengths(3), 0)
+    return Question(SERVICE, profile, tuple(asks), configured(SERVICE), most=1)
+
+
+async def test_a_child_answers() -> None:
+    found = await tuner.ask(question(H200))
+    assert found is not None and found.gain >= 0.0
+
+
+async def test_a_child_that_fails_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = msgspec.structs.replace(H200, kv_bytes=1 << 40)  # no request fits the pool of a worker
+    small = msgspec.structs.replace(question(tiny), config=msgspec.structs.replace(SERVICE, kv=Kv(memory_mb=1)))
+    with caplog.at_level(logging.WARNING):
+        assert await tuner.ask(small) is None
+    assert "tuning failed with status 1: the pool holds 0 tokens" in caplog.text
+
+
+async def test_enough_requests_bring_a_question_and_a_gain_a_steer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Question] = []
+    steered: asyncio.Queue[Steer] = asyncio.Queue()
+    better = msgspec.structs.replace(configured(SERVICE), rho=0.5)
+
+    async def answer(question: Question) -> Answer:
+        asked.append(question)
+        return Answer(better, 0.2)
+
+    monkeypatch.setattr(tuner, "ask", answer)
+    made = tuner.Tuner(SERVICE, H200, steered.put_nowait, History(window=2))
+    running = asyncio.ensure_future(made.run())
+    for n in range(2):
+        ids, targets = pack(range(5)), Targets(10.0, 1.0)
+        made.hear(Generate(RequestId(1, n), 0, ids, b"", b"", b"", Sampling(max_tokens=9), targets, 0.0))
+        made.hear(Finished(RequestId(1, n), 0, 4))
+    told = await steered.get()
+    assert told.knobs == better and "20% more" in told.reason
+    assert [ask.output_tokens for ask in asked[0].asks] == [4, 4] and asked[0].knobs == configured(SERVICE)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+def test_without_a_profile_it_says_so_and_nothing_else(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert tuner.make_tuner(SERVICE, lambda message: None) is None
+    assert "[profile] path" in caplog.text
+    missing = msgspec.structs.replace(SERVICE, profile=ProfileFile(path=str(tmp_path / "none.json")))
+    assert tuner.make_tuner(missing, lambda message: None) is None and "none.json" in caplog.text
+    there = msgspec.structs.replace(SERVICE, profile=ProfileFile(path=str(PATH)))
+    assert tuner.make_tuner(there, lambda message: None) is not None
