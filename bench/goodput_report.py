@@ -15,8 +15,8 @@ SHORT = {"policy.rho": "rho", "policy.eta": "eta", "policy.gamma": "gamma", "sch
 def summary(cell: Cell) -> dict[str, object]:
     """For JSON: what was measured, and what follows from it."""
     told: dict[str, object] = msgspec.to_builtins(cell)
-    follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "balanced": cell.balanced, "miss": cell.misses}
-    return told | follows
+    follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "over_fixed": cell.over_fixed}
+    return told | follows | {"balanced": cell.balanced, "miss": cell.misses}
 
 
 def knobs(cell: Cell) -> str:
@@ -37,7 +37,7 @@ def table(found: Sequence[Cell]) -> Table:
     caption = (
         f"requests/s and worker; +: tuned over the better baseline. {told.cells} cells: lowest {told.lowest:.2f} "
         f"(to reach: {FLOOR}); {told.balanced} balanced (B): {balanced if told.balanced else 'none'}; "
-        f"{told.missed} miss a figure (!)"
+        f"{told.missed} miss a figure (!). Over chunks of one size and splits: median {told.over_fixed:.2f}"
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for name in ("workload", "TTFT/TPOT ms", "part", "aggregate", "split", "policy", "tuned", "+", "", "knobs"):

@@ -37,6 +37,7 @@ def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() 
     balanced = cell(3.7, 4.0, 4.08)
     assert balanced.balanced and balanced.misses == "balanced, under 1.03"
     assert not cell(3.7, 4.0, 4.2).misses
+    assert cell(4.0, 1.0, 4.0).ratio == 1.0 and cell(4.0, 1.0, 4.0).over_fixed == 4.0
     nothing = cell(0.0, 0.0, 0.0)
     assert nothing.ratio == 1.0 and not nothing.balanced and cell(0.0, 0.0, 1.0).ratio == 2.0
 
