@@ -41,7 +41,7 @@ class _Watch:
 
 def run_pair(config: Config, profile: Profile, requests: Sequence[Request]) -> Burst:
     """Both workers have the profile's speed; `config` says what each does."""
-    watch = _Watch("decode-0" if any(group.role == "decode" for group in config.workers) else "any-0")
+    watch = _Watch("decode-0" if any(group.role == "decode" for group in config.workers) else "worker-0")
     asks = [Ask(0.0, request.output, prompt_ids=request.prompt) for request in requests]
     outcome = simulate(config, profile, asks, observer=watch)
     assert watch.trace is not None

@@ -13,6 +13,7 @@ from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.profile import Profile
 from cbdisagg.messages import Address, PoolInfo, Role, WorkerInfo
 
+STEMS: dict[Role, str] = {"prefill": "prefill", "decode": "decode", "any": "worker"}
 DEFAULT_POOL_BYTES = 512 << 20  # as a worker takes without kv.pages and kv.memory_mb
 
 
@@ -45,7 +46,7 @@ def places(config: Config, layout: Layout) -> list[Place]:
     for role in roles:
         index = counts.get(role, 0)
         counts[role] = index + 1
-        named.append((f"{role}-{index}", role, (index + 0.5) / roles.count(role)))
+        named.append((f"{STEMS[role]}-{index}", role, (index + 0.5) / roles.count(role)))
     seats = {name: seat for seat, (name, _, _) in enumerate(sorted(named, key=lambda worker: worker[2]))}
     per_host, per_rack = layout.per_host or len(roles), layout.per_rack or len(roles)
     return [Place(name, role, f"host-{seats[name] // per_host}", seats[name] // per_rack) for name, role, _ in named]

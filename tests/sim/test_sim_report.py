@@ -32,7 +32,7 @@ def test_goodput_counts_what_was_in_time_of_all_that_was_asked() -> None:
         record(4.0, -1.0, -1.0, 0, status="rejected"),
     ]
     meter = Meter(steps=4, busy_s=2.5, tokens=40, draws=22, pushed_bytes=7, most_pages=3)
-    outcome = Outcome(records, array("f", [0.1, 0.3]), 5.0, {"any-0": meter}, {("local", "x"): 3}, [], 0, 0)
+    outcome = Outcome(records, array("f", [0.1, 0.3]), 5.0, {"worker-0": meter}, {("local", "x"): 3}, [], 0, 0)
     told = report(outcome)
     assert (told.requests, told.done, told.rejected, told.failed) == (4, 3, 1, 0)
     assert told.attainment == 0.25 and told.ttft_attainment == 0.5 and told.tpot_attainment == 0.5
@@ -55,5 +55,5 @@ def test_a_table_fits_a_terminal_and_shortens_many_workers() -> None:
     outcome = simulate(config(*["any"] * 20), costs(), [Ask(0.1 * n, 5, 20) for n in range(30)])
     shown = lines(report(outcome))
     assert max(map(len, shown)) <= 100
-    assert sum("any-" in line for line in shown) == 16 and any("... 4 more ..." in line for line in shown)
+    assert sum("worker-" in line for line in shown) == 16 and any("... 4 more ..." in line for line in shown)
     assert any(line.startswith("TTFT") for line in shown)
