@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from cbdisagg_bench.goodput_grid import FLOOR, LEAST, MEDIAN, Cell, verdict
+from cbdisagg_bench.goodput_grid import DEADLINES, FLOOR, LEAST, MEDIAN, Cell, verdict
 from rich import box
 from rich.table import Table
 
@@ -15,7 +15,7 @@ SHORT = {"policy.rho": "rho", "policy.eta": "eta", "policy.gamma": "gamma", "sch
 def summary(cell: Cell) -> dict[str, object]:
     """For JSON: what was measured, and what follows from it."""
     told: dict[str, object] = msgspec.to_builtins(cell)
-    follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "over_fixed": cell.over_fixed}
+    follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "over_deadlines": cell.over_deadlines}
     return told | follows | {"balanced": cell.balanced, "miss": cell.misses}
 
 
@@ -35,12 +35,24 @@ def table(found: Sequence[Cell]) -> Table:
     told = verdict(found)
     balanced = f"median {told.median:.2f} (to reach: {MEDIAN}), lowest {told.balanced_lowest:.2f} ({LEAST})"
     caption = (
-        f"requests/s and worker; +: tuned over the better baseline. {told.cells} cells: lowest {told.lowest:.2f} "
+        f"requests/s and worker; chunks: aggregation with the best of the fixed sizes; +: tuned over the better baseline. {told.cells} cells: lowest {told.lowest:.2f} "
         f"(to reach: {FLOOR}); {told.balanced} balanced (B): {balanced if told.balanced else 'none'}; "
-        f"{told.missed} miss a figure (!). Over chunks of one size and splits: median {told.over_fixed:.2f}"
+        f"{told.missed} miss a figure (!). Over deadline chunks alone or a split: median {told.over_deadlines:.2f}"
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for name in ("workload", "TTFT/TPOT ms", "part", "aggregate", "split", "policy", "tuned", "+", "", "knobs"):
+    for name in (
+        "workload",
+        "TTFT/TPOT ms",
+        "part",
+        "chunks",
+        "split",
+        "deadlines",
+        "policy",
+        "tuned",
+        "+",
+        "",
+        "knobs",
+    ):
         shown.add_column(name, justify="left" if name in ("workload", "knobs") else "right")
     for cell in found:
         shown.add_row(
@@ -49,6 +61,7 @@ def table(found: Sequence[Cell]) -> Table:
             f"{cell.part:.0%}",
             f"{cell.aggregated:.2f}",
             f"{cell.disaggregated:.2f}",
+            f"{cell.aggregation[DEADLINES]:.2f}",
             f"{cell.default:.2f}",
             f"{cell.tuned:.2f}",
             f"{cell.ratio - 1:+.0%}",

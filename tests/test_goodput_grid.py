@@ -27,7 +27,10 @@ TINY = Workload("tiny", Lengths(300, "lognormal", 1000), Lengths(4))
 
 
 def cell(aggregated: float, disaggregated: float, tuned: float, default: float = 1.0) -> Cell:
-    aggregation, split = {"deadline chunks": aggregated, "chunks of 512": 0.0}, {"1P:1D": disaggregated, "2P:1D": 0.0}
+    aggregation, split = (
+        {"deadline chunks": 1.5 * aggregated, "chunks of 512": aggregated, "chunks of 256": 0.0},
+        {"1P:1D": disaggregated, "2P:1D": 0.0},
+    )
     return Cell("p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, default, tuned, {"policy.rho": 0.7})
 
 
@@ -37,7 +40,7 @@ def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() 
     balanced = cell(3.7, 4.0, 4.08)
     assert balanced.balanced and balanced.misses == "balanced, under 1.03"
     assert not cell(3.7, 4.0, 4.2).misses
-    assert cell(4.0, 1.0, 4.0).ratio == 1.0 and cell(4.0, 1.0, 4.0).over_fixed == 4.0
+    assert cell(4.0, 1.0, 6.6).ratio == pytest.approx(1.65) and cell(4.0, 1.0, 6.6).over_deadlines == pytest.approx(1.1)
     nothing = cell(0.0, 0.0, 0.0)
     assert nothing.ratio == 1.0 and not nothing.balanced and cell(0.0, 0.0, 1.0).ratio == 2.0
 
@@ -64,7 +67,7 @@ def test_a_tiny_grid_from_end_to_end() -> None:
     found = list(cells(fleet(H200, 2, 10.0), lab, TINY, TARGETS[1], (0.9, 0.5), turns=2))
     assert [one.part for one in found] == [0.9, 0.5]
     for one in found:
-        assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 4
+        assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 5
         own = max(one.aggregation["deadline chunks"], one.disaggregated, one.default)
         assert one.tuned >= own > 0  # what the search began with
     assert found[1].aggregated >= found[0].aggregated
