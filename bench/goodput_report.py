@@ -35,9 +35,10 @@ def table(found: Sequence[Cell]) -> Table:
     told = verdict(found)
     balanced = f"median {told.median:.2f} (to reach: {MEDIAN}), lowest {told.balanced_lowest:.2f} ({LEAST})"
     caption = (
-        f"requests/s and worker; chunks: aggregation with the best of the fixed sizes; +: tuned over the better baseline. {told.cells} cells: lowest {told.lowest:.2f} "
-        f"(to reach: {FLOOR}); {told.balanced} balanced (B): {balanced if told.balanced else 'none'}; "
-        f"{told.missed} miss a figure (!). Over deadline chunks alone or a split: median {told.over_deadlines:.2f}"
+        f"requests/s and worker. chunks: aggregation with the best of the fixed sizes; +: tuned over the better of that "
+        f"and a split. {told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR}); {told.balanced} balanced (B): "
+        f"{balanced if told.balanced else 'none'}; {told.missed} miss a figure (!). "
+        f"Over deadline chunks alone or a split: median {told.over_deadlines:.2f}"
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for name in (
