@@ -35,7 +35,7 @@ def table(found: Sequence[Cell]) -> Table:
     told = verdict(found)
     balanced = f"median {told.median:.2f} (to reach: {MEDIAN}), lowest {told.balanced_lowest:.2f} ({LEAST})"
     caption = (
-        f"requests/s and worker. chunks: aggregation with the best of the fixed sizes; +: tuned over the better of that "
+        f"requests/s and worker. chunks: aggregation with the best of the fixed sizes; +: tuned over the better of it "
         f"and a split. {told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR}); {told.balanced} balanced (B): "
         f"{balanced if told.balanced else 'none'}; {told.missed} miss a figure (!). "
         f"Over deadline chunks alone or a split: median {told.over_deadlines:.2f}"
