@@ -72,10 +72,11 @@ def stopping_line(running: str) -> str:
     return f"Stopping: {running}; again to stop at once" if running else "Stopping ..."
 
 
-def context_line(kv: Kv, wanted: int, max_len: int, model_context: int) -> str:
+def context_line(kv: Kv, wanted: int, max_len: int, model_context: int, gpus: bool = False) -> str:
     """How long a request may be (`max_len` tokens) and, if the model could see more, what keeps it from that.
 
-    `wanted`: [model] max_len; 0 leaves the length to the pool. `model_context` 0: not known.
+    `wanted`: [model] max_len; 0 leaves the length to the pool. `model_context` 0: not known. `gpus`: that is where
+    pools are, and take what memory_fraction leaves.
     """
     line = f"Context: {max_len:,} tokens"
     if max_len >= model_context:
@@ -86,6 +87,8 @@ def context_line(kv: Kv, wanted: int, max_len: int, model_context: int) -> str:
         pool = f"kv.pages = {kv.pages}"
     elif kv.memory_mb:
         pool = f"kv.memory_mb = {kv.memory_mb}"
+    elif gpus:
+        pool = "the pool, see workers.N.memory_fraction,"
     else:
         pool = f"the pool of {DEFAULT_POOL_BYTES >> 20} MiB, see kv.memory_mb,"
     return f"{line} (the model could {model_context:,}; {pool} holds no more)"

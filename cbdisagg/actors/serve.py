@@ -38,7 +38,7 @@ from cbdisagg.actors.report import (
 from cbdisagg.actors.runfolder import RunFolder, sweep
 from cbdisagg.actors.start import write_config
 from cbdisagg.actors.status import Status
-from cbdisagg.config import Config, Http
+from cbdisagg.config import Config, Http, on_gpus
 from cbdisagg.messages import Address
 from cbdisagg.prepare import prepare_model, served_name
 
@@ -141,6 +141,7 @@ class OperatorView:
                 self._config.model.max_len,
                 min(info.max_len for info in supervisor.members.workers),
                 model_context(self._model),
+                on_gpus(self._config),
             ),
             numbers_line(self._config.model),
             cores_line(self._cores),
