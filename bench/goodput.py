@@ -34,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from cbdisagg.cli import fail
 from cbdisagg.core.profile import Profile, parse_profile
 from cbdisagg.load import load_config
-from cbdisagg.sim.demand import Demand
+from cbdisagg.sim.demand import FEWEST, Demand
 from cbdisagg.sim.goodput import Lab
 
 PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
@@ -45,8 +45,8 @@ LENGTHS = ((128, 32), (512, 16))
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run: every combination. `most` requests in a run at most; they come for `patience` times as long as a
-    request may take. `turns`: simulations of the tuner for each cell.
+    """What is run: every combination. `tokens`: generated in a run, at most; requests come for `patience` times as long
+    as one of them may take. `turns`: simulations of the tuner for each cell.
     """
 
     profiles: Sequence[Profile]
@@ -56,14 +56,15 @@ class Plan:
     workers: int
     kv_gb: float
     turns: int
-    most: int
+    tokens: int
     patience: float
     seed: int
 
     def demand(self, workload: Workload, targets: Targets, profile: Profile) -> Demand:
         goal = targets.goal(workload, profile, self.parts[0])
         longest_s = goal.ttft_s + goal.tpot_s * workload.outputs.mean
-        return workload.demand(self.most, self.patience * longest_s, self.seed)
+        most = max(FEWEST, round(self.tokens / workload.outputs.mean))
+        return workload.demand(most, self.patience * longest_s, self.seed)
 
 
 def goodput(
@@ -71,7 +72,7 @@ def goodput(
     profile: Annotated[
         list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
     ] = None,
-    workers: Annotated[int, typer.Option(callback=at_least(2), help="Equal ones, shared out in every way.")] = 4,
+    workers: Annotated[int, typer.Option(callback=at_least(2), help="Equal ones, shared out in every way.")] = 3,
     kv_gb: Annotated[float, typer.Option(callback=at_least(1), help="KV memory of each worker, in 10^9 bytes.")] = 60.0,
     config: Annotated[Path | None, typer.Option(help="Wall clock: model, targets and knobs of the policy.")] = None,
     rates: Annotated[str, typer.Option(help="Wall clock: requests per second, as 1,2.")] = "1,2,3",
@@ -84,7 +85,6 @@ def goodput(
         bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only: within a minute.")
     ] = False,
     turns: Annotated[int, typer.Option(callback=at_least(0), help="Runs of the tuner per cell; 0: as suits.")] = 0,
-    most: Annotated[int, typer.Option(callback=at_least(0), help="Requests of a run at most; 0: as suits.")] = 0,
     seed: Annotated[int, typer.Option(callback=at_least(0), help="Of arrivals and lengths.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the cells as JSON there too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the heat map (matplotlib).")] = None,
@@ -99,7 +99,7 @@ def goodput(
         _on_this_machine(config, numbers("--rates", rates), rounds, requests, seed, port, out, as_json)
         return
     names = [workload.name for workload in WORKLOADS]
-    picked = chosen("--only", only or (names[:2] if quick else names), names)
+    picked = chosen("--only", only or (names[2:] if quick else names), names)
     plan = Plan(
         profiles=[parse_profile(read_bytes(path), str(path)) for path in profile or [PROFILE]],
         workloads=[workload for workload in WORKLOADS if workload.name in picked],
@@ -107,8 +107,8 @@ def goodput(
         parts=PARTS[:1] if quick else PARTS,
         workers=2 if quick else workers,
         kv_gb=kv_gb,
-        turns=turns or (60 if fine else 10 if quick else 24),
-        most=most or (1500 if quick else 12_000),
+        turns=turns or (60 if fine else 8 if quick else 12),
+        tokens=400_000 if fine else 30_000 if quick else 100_000,
         patience=4.0 if fine else 2.0,
         seed=seed,
     )

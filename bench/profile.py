@@ -24,7 +24,7 @@ from cbdisagg_bench.profile_host import measure_host
 from cbdisagg_bench.profile_neighbour import Neighbour
 from cbdisagg_bench.profile_steps import Case, Range, Stepper, decode, prefill, sweep, unseen
 from cbdisagg_bench.transfer import LAYERS, PAGE_BYTES, Pair
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,7 +32,7 @@ from rich.table import Table
 
 from cbdisagg.actors.cores import usable_cores
 from cbdisagg.config import Config
-from cbdisagg.core.profile import Profile, format_profile
+from cbdisagg.core.profile import Host, Profile, format_profile
 from cbdisagg.load import cache_folder, load_config
 from cbdisagg.prepare import prepare_model, served_name
 
@@ -133,7 +133,7 @@ def measure(
         threads=place.threads,
         transfer="shm",
         beside_step=_rounded(beside_step),
-        host=host,
+        host=Host(*(_rounded(seconds) for seconds in astuple(host))),
         versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
     )
     return replace(found, errors=errors(found.cost, held))
