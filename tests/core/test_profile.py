@@ -63,6 +63,7 @@ PROFILES = sorted((Path(__file__).parents[2] / "configs" / "profiles").glob("*.j
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_the_profiles_that_come_along_read_and_name_their_source(path: Path) -> None:
     profile = parse_profile(path.read_bytes(), path.name)
-    assert "aiconfigurator" in profile.note and "Assumed" in profile.note
+    measured = "cbdisagg profile" in profile.note and profile.errors["all"].p90 < 0.12
+    assert measured or ("aiconfigurator" in profile.note and "Assumed" in profile.note)
     one, many = ([Work(1000, 1, True)] * batch for batch in (1, 128))
-    assert 0 < profile.cost.step_s(one) < profile.cost.step_s(many) < 10 * profile.cost.step_s(one)
+    assert 0 < profile.cost.step_s(one) < profile.cost.step_s(many) < 128 * profile.cost.step_s(one)
