@@ -74,7 +74,7 @@ def batching(
         ),
     ] = "",
     device: Annotated[str, typer.Option(help="wall: cpu or cuda:N. Default: cpu; with --scale gpu: cuda:0.")] = "",
-    dtype: Annotated[str, typer.Option(help="wall: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="wall: bfloat16, float32; float16 on a GPU.")] = "bfloat16",
     threads: Annotated[int, typer.Option(callback=at_least(0), help="wall: of the model; 0: one per core.")] = 0,
     seed: Annotated[
         int, typer.Option(callback=at_least(0), help="Of prompts and lengths; the article's: 51934.")
@@ -93,10 +93,11 @@ def batching(
     """
     chosen("--clock", [clock], CLOCKS)
     names = _some("--systems", systems, SYSTEMS)
-    chosen("--dtype", [dtype], ("bfloat16", "float32"))
     (scale_name,) = chosen("--scale", [scale or ("cpu" if clock == "wall" else "a100")], SCALES)
     if out is not None and find_spec("matplotlib") is None:
         fail("--out draws pictures with matplotlib, which is not there: pip install 'cbdisagg[bench]'")
+    where = _device(device, clock, scale_name)
+    chosen("--dtype", [dtype], ("bfloat16", "float32") if where == "cpu" else ("bfloat16", "float32", "float16"))
     size = _sized(SCALES[scale_name], caps, pool, names)
     plan = Plan(
         clock=clock,
@@ -111,7 +112,7 @@ def batching(
         seed=seed,
         model=model or ("opt-13b" if scale_name == "gpu" else "smollm2"),
         dtype=dtype,
-        device=_device(device, clock, scale_name),
+        device=where,
         threads=threads or len(os.sched_getaffinity(0)),
         port=port,
     )
@@ -154,10 +155,16 @@ def _device(device: str, clock: str, scale: str) -> str:
     device = device or ("cuda:0" if clock == "wall" and scale == "gpu" else "cpu")
     if device == "cpu" or clock == "virtual":
         return device
-    hint = "tries the way without one: --device cpu --model opt-tiny"
     if not (device.startswith("cuda:") and device[5:].isdecimal()):
         raise typer.BadParameter(f"{device!r} is not cpu or cuda:N", param_hint="'--device'")
-    raise typer.BadParameter(f"{device!r}: workers of this build run on cpu; {hint}", param_hint="'--device'")
+    from cbdisagg.engine.device import open_device  # torch: only where a model is wanted
+
+    try:
+        open_device(device)
+    except ConfigError as error:
+        hint = "(--device cpu --model opt-tiny tries the way without a GPU)"
+        raise typer.BadParameter(f"{device!r}: {error} {hint}", param_hint="'--device'") from None
+    return device
 
 
 def _positive(option: str, text: str | None, default: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ from cbdisagg_bench.batching_checks import checks
 from cbdisagg_bench.batching_company import QUIET, Company
 from cbdisagg_bench.batching_factors import factors
 from cbdisagg_bench.batching_latency import Latencies
-from cbdisagg_bench.batching_outcome import Report, origin, processor
+from cbdisagg_bench.batching_outcome import Report, origin
 from cbdisagg_bench.batching_parts import (
     Plan,
     virtual_latencies,
@@ -57,6 +57,7 @@ def measure(plan: Plan, console: Console) -> Report:
             console.print(f"This will take about {_minutes(wall_seconds(plan, results, profile))}.")
             company = Company()
             _run_wall(results, lab, bar)
+            lab.close()
             wall_bursts(plan, results, lab.folder, bar)
             if "latency" in plan.parts:
                 latencies = wall_latencies(plan, profile, lab.folder, vocab, bar)
@@ -88,7 +89,7 @@ def _laboratory(plan: Plan, bar: Progress) -> Iterator[Lab]:
 
     task = bar.add_task("making or loading the model", total=1)
     with model_folder(plan.model, plan.dtype, plan.device, lambda part: bar.update(task, completed=part)) as folder:
-        lab = Lab(folder, plan.dtype, plan.threads, plan.scale)
+        lab = Lab(folder, plan.dtype, plan.threads, plan.scale, plan.device)
         bar.remove_task(task)
         yield lab
 
@@ -106,7 +107,7 @@ def _calibrated(plan: Plan, lab: Lab, bar: Progress) -> Profile:
         context=lab.info.context,
         model=plan.model.rstrip("/").rpartition("/")[2],
         dtype=plan.dtype,
-        machine=processor(),
+        machine=lab.machine,
         threads=plan.threads,
         note="measured here",
     )

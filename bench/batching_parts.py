@@ -126,9 +126,10 @@ def wall_latencies(plan: Plan, profile: Profile, folder: Path, vocab: int, bar: 
 
 
 def _served(plan: Plan, config: Config) -> Config:
-    """As a service has it: with the experiment's dtype, and its threads divided among the workers."""
+    """As a service has it: with the experiment's dtype and device, and its threads divided among the workers."""
     workers = sum(group.count for group in config.workers)
-    groups = tuple(msgspec.structs.replace(group, threads=max(1, plan.threads // workers)) for group in config.workers)
+    own = {"threads": max(1, plan.threads // workers), "device": plan.device}
+    groups = tuple(msgspec.structs.replace(group, **own) for group in config.workers)
     return msgspec.structs.replace(
         config, model=msgspec.structs.replace(config.model, dtype=plan.dtype), workers=groups
     )

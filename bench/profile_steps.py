@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cbdisagg.core.cost import Work
+from cbdisagg.engine.base import Runner
 from cbdisagg.engine.build import ModelInfo, build_runner, describe
 from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
 
@@ -113,17 +114,31 @@ class Stepper:
         cache: Path | None = None,
     ) -> None:
         """`weights`, `cache`: as for `build_runner`."""
-        self.info: ModelInfo = describe(folder, dtype, weights, cache)
-        self._page_size = page_size
-        self._random = np.random.default_rng(seed)
-        pages = max(sum(self._pages_for(part) for part in case.work) for case in cases)
+        info = describe(folder, dtype, weights, cache)
+        self._start(info, page_size, cases, seed)
         longest = max(part.start + part.tokens for case in cases for part in case.work) + 1
         torch.manual_seed(seed)
         kind = getattr(torch, dtype)
-        page_bytes = self.info.page_bytes(page_size)
-        content = torch.empty(self.info.layers, pages, page_bytes // kind.itemsize, dtype=kind).normal_()
+        page_bytes = info.page_bytes(page_size)
+        content = torch.empty(info.layers, len(self._pages), page_bytes // kind.itemsize, dtype=kind).normal_()
         memory = content.view(torch.uint8).numpy()
-        self._runner = build_runner(folder, dtype, memory, page_size, longest, threads, weights=weights, cache=cache)
+        self._runner: Runner = build_runner(
+            folder, dtype, memory, page_size, longest, threads, weights=weights, cache=cache
+        )
+
+    @classmethod
+    def of(cls, info: ModelInfo, runner: Runner, page_size: int, cases: Sequence[Case], seed: int) -> Stepper:
+        """With a runner that is there already, and whose pool holds the largest of the `cases`."""
+        stepper = cls.__new__(cls)
+        stepper._start(info, page_size, cases, seed)
+        stepper._runner = runner
+        return stepper
+
+    def _start(self, info: ModelInfo, page_size: int, cases: Sequence[Case], seed: int) -> None:
+        self.info = info
+        self._page_size = page_size
+        self._random = np.random.default_rng(seed)
+        pages = max(sum(self._pages_for(part) for part in case.work) for case in cases)
         self._pages = self._random.permutation(pages).tolist()
         self._plans = 0
         self._held: tuple[int, ...] = ()

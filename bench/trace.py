@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cbdisagg.actors.journal import JournalError, read_journal
 from cbdisagg.core.effects import Effect, RunStep
-from cbdisagg.core.events import StepDone, WorkerEvent
+from cbdisagg.core.events import StepDone
 from cbdisagg.core.request import Request
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import RequestId, Slice
@@ -144,7 +144,7 @@ def trace_journal(first: Path, detail: int = 1 << 30) -> Trace:
     return trace
 
 
-def replay(first: Path) -> Iterator[tuple[WorkerCore, float, WorkerEvent | None, list[Effect]]]:
+def replay(first: Path) -> Iterator[tuple[WorkerCore, float, object, list[Effect]]]:
     """The core of a worker's journal, before any event, then after each with its effects. Raises JournalError."""
     header, records = read_journal(first)
     if header.worker is None:

@@ -12,8 +12,8 @@ from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import PUBLISHED_MEDIAN_S
 from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 
-NEAR = 0.01
-"""Points closer than this part of their values share a label."""
+NEAR = 0.06
+"""Points closer than this part of both axes share a label."""
 
 
 def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
@@ -79,11 +79,13 @@ def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) ->
     """First tokens against gaps, by chunk size: two colocated replicas, and the same hardware disaggregated."""
     with mpl.rc_context(SETTINGS):
         made, axes = figure(6.2, 4.4)
+        values = np.log([(point.gap_p99, point.ttft_p99) for point in points])
+        spans = np.maximum(np.ptp(values, axis=0), 1e-9)
         for name in dict.fromkeys(point.system for point in points):
             mine = [point for point in points if point.system == name]
             pairs = [(point.gap_p99 * 1e3, point.ttft_p99 * 1e3) for point in mine]
             axes.plot(*zip(*pairs, strict=True), "o-", ms=4, lw=1, color=SYSTEMS[name], label=ALL[name].label)
-            for (x, y), names in _together(mine, pairs):
+            for (x, y), names in _together(mine, pairs, spans):
                 offset, side = ((0, 7), "center") if name == "S4r" else ((7, -3), "left")
                 text = ", ".join(names)
                 axes.annotate(text, (x, y), textcoords="offset points", xytext=offset, ha=side, fontsize=7)
@@ -104,14 +106,15 @@ def draw_tails(folder: Path, points: Sequence[Tail], load: float, scale: str) ->
 
 
 def _together(
-    points: Sequence[Tail], places: Sequence[tuple[float, float]]
+    points: Sequence[Tail], places: Sequence[tuple[float, float]], spans: Sequence[float]
 ) -> list[tuple[tuple[float, float], list[str]]]:
-    """Labels of points, those that lie upon each other joined: within NEAR of each other on both axes."""
+    """Labels of points, those that lie upon each other joined. `spans`: of both axes, as logarithms."""
     joined: list[tuple[tuple[float, float], list[str]]] = []
     for point, place in zip(points, places, strict=True):
         text = str(point.chunk or "whole")
         for known, names in joined:
-            if all(abs(a / b - 1) < NEAR for a, b in zip(place, known, strict=True)):
+            apart = np.abs(np.log(place) - np.log(known))
+            if all(apart < NEAR * np.array(spans)):
                 names.append(text)
                 break
         else:
