@@ -298,6 +298,12 @@ def goodput(context: typer.Context) -> None:
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
+def decision(context: typer.Context) -> None:
+    """Time how long the coordinator takes to place a request."""
+    _bench(context, "decision", "decision")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
 def overhead(context: typer.Context) -> None:
     """Time decoding over HTTP against the bare step."""
     _bench(context, "overhead", "overhead")
