@@ -89,7 +89,7 @@ def write_folder(folder: Path, shape: Llama, setting: Setting, seed: int = 0) ->
     with torch.device(setting.torch_device):
         tensors = random_tensors(spec_of(config), shape.inner)
         tensors["lm_head.weight"] = torch.empty_like(tensors["model.embed_tokens.weight"]).normal_(0.0, 0.04)
-    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, folder / "model.safetensors")
     words = Tokenizer(WordLevel({str(n): n for n in range(shape.vocab)}, unk_token="0"))
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
