@@ -18,9 +18,9 @@ from cbdisagg_bench.faults_moments import Strike
 from rich.table import Table
 
 START_S = 0.25
-CAUSES = ("another worker was up", "restart needed", "told to end", "stopped or frozen", "coordinator")
-"""Rows of the pauses; a silence with faults of several causes counts for the one that costs most."""
-_COST = {cause: rank for rank, cause in enumerate(("coordinator", CAUSES[0], CAUSES[2], CAUSES[3], CAUSES[1]))}
+SEVERAL = "several faults"
+CAUSES = ("another worker was up", "restart needed", "told to end", "stopped or frozen", "coordinator", SEVERAL)
+"""Rows of the pauses. Who takes a stream over can be struck in its turn, before it has said anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +95,15 @@ def pauses(
     """Seconds by cause: for each stream, each of its silences that a fault fell into."""
     found: dict[str, list[float]] = {cause: [] for cause in CAUSES}
     for answer in answers:
-        causes: dict[tuple[float, float], str] = {}
+        met: dict[tuple[float, float], list[Strike]] = {}
         for strike in strikes:
             if not (answer.began < strike.at < answer.ended and serves(answer, strike, visits)):
                 continue
             fitting = [(a, b) for a, b in silences(answer) if a < strike.at + START_S and b > strike.at]
             if fitting:
-                silence = max(fitting, key=lambda it: it[1] - it[0])
-                causes[silence] = max(causes.get(silence, cause_of(strike)), cause_of(strike), key=_COST.__getitem__)
-        for (start, end), cause in causes.items():
-            found[cause].append(end - start)
+                met.setdefault(max(fitting, key=lambda it: it[1] - it[0]), []).append(strike)
+        for (start, end), those in met.items():
+            found[cause_of(those[0]) if len(those) == 1 else SEVERAL].append(end - start)
     return found
 
 

@@ -5,9 +5,10 @@ has been faster has banked slack, which is spent on prompts: a chunk is the larg
 token of any stream is due. A stream that keeps its deadlines keeps its TPOT however long its answer gets, so no length
 is guessed. All instants are on this worker's clock: ages travel, not clocks, so deadlines outlive moves and crashes.
 
-Who cannot be served in time does not hold up the others: a prompt that will be late comes after those that will not,
-and a stream that cannot catch up before its last token only keeps a bound on its gaps. Nobody starves: the oldest
-prompt that was passed over for PATIENCE steps gets a page's worth in any case.
+A stream that lost its pages, with its worker or to an older one, is computed anew before all others: its client waits
+in the middle of an answer. Who cannot be served in time does not hold up the others: a new prompt that will be late
+comes after those that will not, and a stream that cannot catch up before its last token only keeps a bound on its gaps.
+Nobody starves: the oldest prompt that was passed over for PATIENCE steps gets a page's worth in any case.
 """
 
 from __future__ import annotations
@@ -78,10 +79,12 @@ class Pace:
 
     # ------------------------------------------------------------------------------------------------- shares
 
-    def urgency(self, request: Request, cost: CostModel, now: float) -> tuple[bool, float, float, int]:
-        """A sort key: least slack first, those that will be late anyway last and by age."""
+    def urgency(self, request: Request, cost: CostModel, now: float) -> tuple[int, float, float, int]:
+        """A sort key: streams that were interrupted, by age; then least slack; those that will be late anyway last."""
+        if request.first_token is not None:
+            return (0, 0.0, *request.order)
         slack = self.slack(request, cost, now)
-        return (slack < 0, slack if slack >= 0 else 0.0, *request.order)
+        return (1, slack, *request.order) if slack >= 0 else (2, 0.0, *request.order)
 
     def shares(self, streams: Sequence[Request], prompts: Sequence[Request], cost: CostModel, now: float) -> Shares:
         """For the next step, which starts at `now`. `streams`: those that decode; `prompts`: those that do not yet."""

@@ -86,6 +86,14 @@ def test_the_prompt_with_least_slack_goes_first_and_those_that_will_be_late_last
     assert list(PACE.shares([], [late, easy, tight], COST, NOW).chunks.items()) == [(2, 300), (3, 212)]
 
 
+def test_a_stream_that_was_interrupted_is_computed_anew_before_any_prompt() -> None:
+    tight, broken = request(1, 300, age=0.9), request(2, 280, drawn=20, age=9.0, first_age=8.0)
+    broken.computed = broken.planned = 0
+    stream = request(3, 10, drawn=20, first_age=0.9)
+    assert next(iter(PACE.shares([stream], [tight, broken], COST, NOW).chunks)) == 2
+    assert list(PACE.shares([], [tight, broken], COST, NOW).chunks.items()) == [(2, 300), (1, 212)]
+
+
 def test_a_chunk_that_does_not_pay_rides_alone_or_not_at_all() -> None:
     """Mixing costs 40 ms more here: decodes go on until there is slack for a step of prompts."""
     dear = CostModel(0.002, 0.04, COST.L, 0.0, 0.0, 0.0, 0.0, 1e9, 0.0)
