@@ -19,7 +19,7 @@ from cbdisagg.config import Config
 from cbdisagg.sim.goodput import Goal, Lab, Service
 from cbdisagg.sim.variants import AGGREGATE, FREE, Values, changed, disaggregate, splits, value_of
 
-MIXED = ("policy.rho", "policy.eta", "policy.gamma")
+SET_BY_MODE = ("policy.rho", "policy.eta")
 MANY = 8
 """Of more workers, only some of the splits are baselines: those around the one that the demand's lengths suggest."""
 
@@ -34,12 +34,12 @@ class Knob:
 
 
 KNOBS = (
+    Knob("policy.admission", ("queue", "early-reject"), "whether a request that would be late is refused at once"),
     Knob("policy.rho", (0.0, 0.5, 0.7, 0.8, 0.9, 1.0), "how full a decode step may be, as a part of the TPOT target"),
     Knob("policy.eta", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0), "what a mixed chunk must save of a step of its own"),
     Knob("policy.gamma", (0.9, 0.95, 0.98, 1.0), "each token's deadline, as a part of the TPOT target"),
     Knob("scheduler.token_budget", (256, 512, 1024, 2048, 4096), "most tokens of one step"),
     Knob("scheduler.max_batch", (32, 64, 128, 256), "sequences that run at once in a worker"),
-    Knob("policy.admission", ("queue", "early-reject"), "whether a request that would be late is refused at once"),
     Knob("kv.page_size", (16, 32, 64), "tokens in a page"),
 )
 
@@ -149,14 +149,16 @@ class Search:
         return kept
 
     def _moves(self, best: Values) -> Iterator[tuple[str, Values]]:
-        """Changes of the best: pins by one worker, and each other value of each knob."""
+        """Changes of the best: other values of the first knob, pins by one worker, other values of the other knobs."""
+        yield from self._other_values(self._knobs[:1], best)
         yield from self._other_pins(best)
-        now = changed(self._config, best)
-        for knob in self._knobs:
-            if knob.key in MIXED and value_of(now, "policy.mode") == "aggregate" and knob.key != "policy.gamma":
-                continue  # the mode sets them
-            for value in knob.values:
-                yield knob.key, {knob.key: value}
+        yield from self._other_values(self._knobs[1:], best)
+
+    def _other_values(self, knobs: Sequence[Knob], best: Values) -> Iterator[tuple[str, Values]]:
+        free = value_of(changed(self._config, best), "policy.mode") == "auto"
+        for knob in knobs:
+            if free or knob.key not in SET_BY_MODE:
+                yield from ((knob.key, {knob.key: value}) for value in knob.values)
 
     def _other_pins(self, best: Values) -> Iterator[tuple[str, Values]]:
         prefills = int(str(best.get("policy.pin_prefill", 0)))
