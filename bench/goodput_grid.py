@@ -30,13 +30,16 @@ DEADLINES = "deadline chunks"
 CHUNKS = (256, 512, 1024, 2048)
 LOOSE: Values = {"targets.ttft_ms": 1e7, "targets.tpot_ms": 1e6}
 """With targets that nobody misses, a step takes as many prompt tokens as its budget has room for."""
+REFUSES = "policy.admission"
 TURNED = tuple(knob for knob in KNOBS if knob.key not in ("kv.page_size", "scheduler.max_batch"))
+QUEUED = tuple(knob for knob in TURNED if knob.key != REFUSES)
 
 
 class Cell(Struct, frozen=True):
     """One workload, pair of targets and part of the requests: requests per second and worker, by system.
 
-    `knobs`: those of the tuned policy. `unloaded`: nothing meets the targets at any rate.
+    `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
+    would be late. `knobs`: those of `tuned`.
     """
 
     profile: str
@@ -48,6 +51,7 @@ class Cell(Struct, frozen=True):
     aggregation: dict[str, float]
     disaggregation: dict[str, float]
     default: float
+    queued: float
     tuned: float
     knobs: dict[str, object]
 
@@ -75,10 +79,15 @@ class Cell(Struct, frozen=True):
         return self.tuned / self.baseline if self.baseline else 1.0 + (self.tuned > 0)
 
     @property
+    def queued_ratio(self) -> float:
+        """The same, with nobody refused."""
+        return self.queued / self.baseline if self.baseline else 1.0 + (self.queued > 0)
+
+    @property
     def over_deadlines(self) -> float:
-        """Of the tuned policy to that setting of its own which only aggregates, with deadline chunks, and to splits."""
+        """With nobody refused, over its own setting that only aggregates, with deadline chunks, and over splits."""
         own = max(self.aggregation[DEADLINES], self.disaggregated)
-        return self.tuned / own if own else 1.0 + (self.tuned > 0)
+        return self.queued / own if own else 1.0 + (self.queued > 0)
 
     @property
     def default_ratio(self) -> float:
@@ -95,7 +104,7 @@ class Cell(Struct, frozen=True):
 
 
 class Verdict(Struct, frozen=True):
-    """`median` of the balanced cells, 0 if there are none. `over_deadlines`: of all cells, over what `Cell` says."""
+    """`median` of the balanced cells, 0 if there are none. `queued`, `over_deadlines`: of all, as `Cell` says."""
 
     cells: int
     lowest: float
@@ -103,6 +112,7 @@ class Verdict(Struct, frozen=True):
     median: float
     balanced_lowest: float
     missed: int
+    queued: float
     over_deadlines: float
 
     @property
@@ -119,6 +129,7 @@ def verdict(cells: Sequence[Cell]) -> Verdict:
         median=statistics.median(balanced) if balanced else 0.0,
         balanced_lowest=min(balanced, default=0.0),
         missed=sum(bool(cell.misses) for cell in cells),
+        queued=statistics.median(cell.queued_ratio for cell in cells),
         over_deadlines=statistics.median(cell.over_deadlines for cell in cells),
     )
 
@@ -146,10 +157,11 @@ def cells(
             f"chunks of {chunk}": lab.service(changed(config, {**AGGREGATE, **LOOSE, "scheduler.token_budget": chunk}))
             for chunk in CHUNKS
         }
-        tuned = Search(config, lab, goal, TURNED).run(turns)
-        near = tuned.sustained or None
+        queued = Search(config, lab, goal, QUEUED).run(turns)
+        tuned = Search(config, lab, goal, TURNED).run(turns, {"queued": queued.best})
+        near = queued.sustained or None
         aggregation = {name: service.sustained(goal, near) for name, service in fixed.items()}
-        aggregation[DEADLINES] = tuned.starts["aggregate"]
+        aggregation[DEADLINES] = queued.starts["aggregate"]
         yield Cell(
             profile=lab.profile.model,
             workload=workload.name,
@@ -158,8 +170,9 @@ def cells(
             tpot_ms=1e3 * goal.tpot_s,
             part=part,
             aggregation={name: rate / workers for name, rate in aggregation.items()},
-            disaggregation={name: rate / workers for name, rate in tuned.starts.items() if ":" in name},
-            default=tuned.starts[POLICY] / workers,
-            tuned=tuned.sustained / workers,
+            disaggregation={name: rate / workers for name, rate in queued.starts.items() if ":" in name},
+            default=queued.starts[POLICY] / workers,
+            queued=queued.sustained / workers,
+            tuned=max(queued.sustained, tuned.sustained) / workers,
             knobs=dict(tuned.best),
         )

@@ -16,6 +16,7 @@ def summary(cell: Cell) -> dict[str, object]:
     """For JSON: what was measured, and what follows from it."""
     told: dict[str, object] = msgspec.to_builtins(cell)
     follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "over_deadlines": cell.over_deadlines}
+    follows |= {"queued_ratio": cell.queued_ratio}
     return told | follows | {"balanced": cell.balanced, "miss": cell.misses}
 
 
@@ -34,11 +35,14 @@ def table(found: Sequence[Cell]) -> Table:
     """Requests per second and worker; B: the baselines are within a tenth of each other."""
     told = verdict(found)
     balanced = f"median {told.median:.2f} (to reach: {MEDIAN}), lowest {told.balanced_lowest:.2f} ({LEAST})"
-    caption = (
-        f"requests/s and worker. chunks: aggregation with the best of the fixed sizes; +: tuned over the better of it "
-        f"and a split. {told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR}); {told.balanced} balanced (B): "
-        f"{balanced if told.balanced else 'none'}; {told.missed} miss a figure (!). "
-        f"Over deadline chunks alone or a split: median {told.over_deadlines:.2f}"
+    caption = " ".join(
+        (
+            "requests/s and worker. chunks: aggregation with the best of the fixed sizes; queued: the policy, tuned;",
+            "tuned: it may refuse what would be late, too; +: over the better of chunks and split.",
+            f"{told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR});",
+            f"{told.balanced} balanced (B): {balanced if told.balanced else 'none'}; {told.missed} miss a figure (!).",
+            f"Queued: median {told.queued:.2f}, and {told.over_deadlines:.2f} over deadline chunks alone or a split",
+        )
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     for name in (
@@ -64,6 +68,8 @@ def table(found: Sequence[Cell]) -> Table:
             f"{cell.disaggregated:.2f}",
             f"{cell.aggregation[DEADLINES]:.2f}",
             f"{cell.default:.2f}",
+            f"{cell.queued:.2f}",
+            f"{cell.queued_ratio - 1:+.0%}",
             f"{cell.tuned:.2f}",
             f"{cell.ratio - 1:+.0%}",
             ("B" if cell.balanced else "") + ("!" if cell.misses else ""),

@@ -26,12 +26,14 @@ H200 = parse_profile(PATH.read_bytes(), PATH.name)
 TINY = Workload("tiny", Lengths(300, "lognormal", 1000), Lengths(4))
 
 
-def cell(aggregated: float, disaggregated: float, tuned: float, default: float = 1.0) -> Cell:
+def cell(aggregated: float, disaggregated: float, tuned: float, default: float = 1.0, queued: float = 0.0) -> Cell:
     aggregation, split = (
         {"deadline chunks": 1.5 * aggregated, "chunks of 512": aggregated, "chunks of 256": 0.0},
         {"1P:1D": disaggregated, "2P:1D": 0.0},
     )
-    return Cell("p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, default, tuned, {"policy.rho": 0.7})
+    return Cell(
+        "p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, default, queued or tuned, tuned, {"policy.rho": 0.7}
+    )
 
 
 def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() -> None:
@@ -41,6 +43,8 @@ def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() 
     assert balanced.balanced and balanced.misses == "balanced, under 1.03"
     assert not cell(3.7, 4.0, 4.2).misses
     assert cell(4.0, 1.0, 6.6).ratio == pytest.approx(1.65) and cell(4.0, 1.0, 6.6).over_deadlines == pytest.approx(1.1)
+    refusing = cell(4.0, 1.0, 8.0, queued=6.0)
+    assert (refusing.ratio, refusing.queued_ratio, refusing.over_deadlines) == (2.0, 1.5, 1.0)
     nothing = cell(0.0, 0.0, 0.0)
     assert nothing.ratio == 1.0 and not nothing.balanced and cell(0.0, 0.0, 1.0).ratio == 2.0
 
@@ -69,7 +73,7 @@ def test_a_tiny_grid_from_end_to_end() -> None:
     for one in found:
         assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 5
         own = max(one.aggregation["deadline chunks"], one.disaggregated, one.default)
-        assert one.tuned >= own > 0  # what the search began with
+        assert one.tuned >= one.queued >= own > 0  # what the search began with
     assert found[1].aggregated >= found[0].aggregated
 
 
