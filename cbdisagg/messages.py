@@ -652,19 +652,7 @@ class Stats(Struct, frozen=True, tag=True):
 STATS_HEARTBEAT_S = 2.0
 
 ToCoordinator: TypeAlias = (
-    Generate
-    | Cancel
-    | Hello
-    | Load
-    | Paired
-    | Finished
-    | Leaving
-    | Return
-    | Steer
-    | Suspect
-    | Up
-    | PeerDown
-    | Reported
+    Generate | Cancel | Hello | Load | Paired | Finished | Leaving | Return | Steer | Suspect | Up | PeerDown | Reported
 )
 ToWorker: TypeAlias = Submit | Cancel | Prefill | KvReady | StopPush | PushStopped | Probe | Members | Steer | Lead
 ToApi: TypeAlias = Accepted | Rejected | Tokens | Members | Stats | Lead
