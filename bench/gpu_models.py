@@ -93,6 +93,9 @@ def write_folder(folder: Path, shape: Llama, setting: Setting, seed: int = 0) ->
     words = Tokenizer(WordLevel({str(n): n for n in range(shape.vocab)}, unk_token="0"))
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
-    texts = {"bos_token": "0", "eos_token": "0", "tokenizer_class": "PreTrainedTokenizerFast"}
+    texts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(texts), encoding="utf-8")
     return folder

@@ -91,6 +91,8 @@ def pair(setting: Setting) -> Iterator[Row]:
     yield Row(part, f"KV went by {', '.join(sorted(ways)) or 'nothing'}", len(ways), "ways", wanted, ways == {wanted})
     first = {name: statistics.median(each.first_s for each in told[2:] or told) for name, told in answers.items()}
     gap = statistics.median(each.gap_s for each in singles)
+    if gap <= 0:
+        raise RuntimeError("answers came in one piece: there is no time of a decode step to compare with")
     yield Row(part, f"TTFT of {prompt} tokens, one worker", 1e3 * first["single"], "ms")
     yield Row(part, f"TTFT of {prompt} tokens, 1P1D", 1e3 * first["pair"], "ms")
     yield Row(part, "decode step, as a client sees it", 1e3 * gap, "ms")
@@ -153,8 +155,8 @@ def kills(setting: Setting) -> Iterator[Row]:
             *("--config", str(folder / "service.toml"), "--model", str(folder / "model"), "--json"),
         ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if not done.stdout.lstrip().startswith("{"):
-        raise RuntimeError(f"bench faults said nothing that can be read (status {done.returncode})")
+    if not done.stdout.lstrip().startswith("{"):  # it has said on stderr what is wrong, which is in the log
+        raise RuntimeError(f"bench faults ended with status {done.returncode} and no report")
     report = json.loads(done.stdout)
     yield Row(part, "faults made", float(count), "kills")
     yield at_most(part, "answers lost, altered or repeated", float(len(report["findings"])), "answers", 0)
