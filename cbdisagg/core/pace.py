@@ -57,9 +57,12 @@ class Pace:
             due = min(due, request.last_token + self.gap_s * (1 + request.draws_in_flight))
         return due
 
-    def slack(self, request: Request, cost: CostModel, now: float) -> float:
-        """Seconds that a prompt can still wait; below 0: its token will be late whatever is done."""
-        return self.deadline(request) - now - prefill_s(cost, request.remaining, request.planned, self.token_budget)
+    def slack(self, request: Request, cost: CostModel, now: float, each_s: float) -> float:
+        """Seconds that a prompt can still wait; below 0: its token will be late whatever is done.
+
+        `each_s`: `token_s`, which is the same for all: who puts a long queue in order computes it once.
+        """
+        return self.deadline(request) - now - prefill_s(cost, request.remaining, request.planned, each_s)
 
     def protected(self, stream: Request, step_s: float, start: float) -> float:
         """When its next token has to come: its deadline, unless it can never catch up with that.
@@ -79,18 +82,24 @@ class Pace:
 
     # ------------------------------------------------------------------------------------------------- shares
 
-    def urgency(self, request: Request, cost: CostModel, now: float) -> tuple[int, float, float, int]:
-        """A sort key: streams that were interrupted, by age; then least slack; those that will be late anyway last."""
+    def urgency(self, request: Request, cost: CostModel, now: float, each_s: float) -> tuple[int, float, float, int]:
+        """A sort key: streams that were interrupted, by age; then least slack; those that will be late anyway last.
+
+        `each_s`: see `slack`.
+        """
         if request.first_token is not None:
             return (0, 0.0, *request.order)
-        slack = self.slack(request, cost, now)
+        slack = self.slack(request, cost, now, each_s)
         return (1, slack, *request.order) if slack >= 0 else (2, 0.0, *request.order)
 
     def shares(self, streams: Sequence[Request], prompts: Sequence[Request], cost: CostModel, now: float) -> Shares:
         """For the next step, which starts at `now`. `streams`: those that decode; `prompts`: those that do not yet."""
         if not prompts:
             return Shares()
-        order = sorted(prompts, key=lambda prompt: self.urgency(prompt, cost, now)) if len(prompts) > 1 else prompts
+        order = prompts
+        if len(prompts) > 1:
+            each_s = token_s(cost, self.token_budget)
+            order = sorted(prompts, key=lambda prompt: self.urgency(prompt, cost, now, each_s))
         room = max(0, self.token_budget - len(streams))
         if not streams:
             return Shares(self._with_the_patient(_fill(order, room), prompts, room))
@@ -154,9 +163,9 @@ def token_s(cost: CostModel, token_budget: int) -> float:
     return (cost.h + cost.linear_s(token_budget)) / token_budget
 
 
-def prefill_s(cost: CostModel, tokens: int, start: int, token_budget: int) -> float:
-    """Seconds for `tokens` of a prompt after `start`, in steps of nothing else."""
-    return tokens * token_s(cost, token_budget) + cost.a * tokens * (2 * start + tokens)
+def prefill_s(cost: CostModel, tokens: int, start: int, each_s: float) -> float:
+    """Seconds for `tokens` of a prompt after `start`, in steps of nothing else. `each_s`: `token_s` of such steps."""
+    return tokens * each_s + cost.a * tokens * (2 * start + tokens)
 
 
 def _fill(order: Sequence[Request], room: int) -> dict[int, int]:

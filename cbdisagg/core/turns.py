@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from cbdisagg.core.cost import CostModel
-from cbdisagg.core.pace import Pace
+from cbdisagg.core.pace import Pace, token_s
 from cbdisagg.core.request import Request
 
 INPUT, OUTPUT = 1.0, 2.0
@@ -54,7 +54,8 @@ class Turns:
         """Those that have been overtaken too often by age, then streams that were interrupted, then the others."""
         if len(waiting) < 2:
             return list(waiting)
-        return sorted(waiting, key=lambda request: self._key(request, pace, cost, now))
+        each_s = token_s(cost, pace.token_budget)
+        return sorted(waiting, key=lambda request: self._key(request, pace, cost, now, each_s))
 
     def start(self, request: Request, waiting: Sequence[Request]) -> None:
         """It leaves the queue; `waiting` are those that stay, by age."""
@@ -63,13 +64,13 @@ class Turns:
                 return
             other.overtaken += 1
 
-    def _key(self, request: Request, pace: Pace, cost: CostModel, now: float) -> tuple[object, ...]:
+    def _key(self, request: Request, pace: Pace, cost: CostModel, now: float, each_s: float) -> tuple[object, ...]:
         if request.overtaken >= OVERTAKES:
             return (0, request.order)
         if request.first_token is not None:
             return (1, request.order)
         had = self.had.get(request.spec.tenant, 0.0)
-        return (2, -request.spec.priority, had, *pace.urgency(request, cost, now))
+        return (2, -request.spec.priority, had, *pace.urgency(request, cost, now, each_s))
 
     def _forget(self) -> None:
         for tenant in list(self.had)[: max(0, len(self.had) - TENANTS)]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbdisagg.core.cost import NOTHING, CostModel
-from cbdisagg.core.pace import LATE_GAP, PATIENCE, Pace, Shares, prefill_s, rows
+from cbdisagg.core.pace import LATE_GAP, PATIENCE, Pace, Shares, prefill_s, rows, token_s
 from cbdisagg.core.request import Request
 from cbdisagg.messages import Address, Generate, RequestId, Route, Sampling, Targets, pack
 
@@ -193,4 +193,4 @@ def test_every_prompt_is_computed_in_a_bounded_number_of_steps(pace: Pace, drawn
 
 
 def test_a_prompt_takes_as_long_as_its_steps() -> None:
-    assert prefill_s(COST, 512, 0, 512) == pytest.approx(COST.sums_s(NOTHING.chunk(0, 512)))
+    assert prefill_s(COST, 512, 0, token_s(COST, 512)) == pytest.approx(COST.sums_s(NOTHING.chunk(0, 512)))
