@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from cbdisagg_bench.faults_load import WORDS
 from cbdisagg_bench.gpu_rows import Setting
 from cbdisagg_bench.step import random_tensors
 from cbdisagg_kernels.ops import Ops, select
@@ -81,7 +82,7 @@ def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most
 
 
 def write_folder(folder: Path, shape: Llama, setting: Setting, seed: int = 0) -> Path:
-    """A model folder that services load: bfloat16, and a tokenizer whose words are the ids."""
+    """A model folder that services load: bfloat16, and a tokenizer of the words of `bench faults`, then numbers."""
     torch.manual_seed(seed)
     config = shape.config()
     config.architectures = ["LlamaForCausalLM"]
@@ -90,7 +91,8 @@ def write_folder(folder: Path, shape: Llama, setting: Setting, seed: int = 0) ->
         tensors = random_tensors(spec_of(config), shape.inner)
         tensors["lm_head.weight"] = torch.empty_like(tensors["model.embed_tokens.weight"]).normal_(0.0, 0.04)
     save_file({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, folder / "model.safetensors")
-    words = Tokenizer(WordLevel({str(n): n for n in range(shape.vocab)}, unk_token="0"))
+    names = [*dict.fromkeys(WORDS), *map(str, range(shape.vocab))][: shape.vocab]
+    words = Tokenizer(WordLevel({name: n for n, name in enumerate(names)}, unk_token=names[0]))
     words.pre_tokenizer = Whitespace()
     words.save(str(folder / "tokenizer.json"))
     texts = {

@@ -25,6 +25,7 @@ from cbdisagg_bench.service import Service, running
 
 PROMPT, ANSWER = 4096, 32
 REPEAT = 8
+TOLD_S = 5.0
 KILLS = 40
 """Of workers of both kinds, twenty of each on average."""
 
@@ -131,10 +132,15 @@ async def _ask(session: aiohttp.ClientSession, service: Service, ids: list[int])
 
 
 async def _ways(session: aiohttp.ClientSession, service: Service) -> set[str]:
-    """Transports that KV has gone through."""
-    async with session.get(f"{service.url}/metrics") as response:
-        text = await response.text()
-    return set(re.findall(r'^cbdisagg:kv_transfer_bytes\S*transport="(\w+)"\S* [1-9]', text, re.MULTILINE))
+    """Transports that KV has gone through, as workers tell it: within a second or so."""
+    ways: set[str] = set()
+    deadline = time.monotonic() + TOLD_S
+    while not ways and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+        async with session.get(f"{service.url}/metrics") as response:
+            text = await response.text()
+        ways = set(re.findall(r'^cbdisagg:kv_transfer_bytes\S*transport="(\w+)"\S* [1-9]', text, re.MULTILINE))
+    return ways
 
 
 # ---------------------------------------------------------------------------------------------------------- kills
