@@ -23,7 +23,7 @@ import typer
 import uvloop
 from cbdisagg_bench import goodput_wall
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
-from cbdisagg_bench.goodput_report import summary, table
+from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
 from cbdisagg_bench.options import at_least, chosen, numbers
 from cbdisagg_bench.service import ServiceFailed
@@ -119,7 +119,7 @@ def goodput(
     told = _told(found, plan, runs, took_s)
     _hand_out(told, out, as_json, lambda: Console().print(table(found)))
     if not as_json:
-        print(f"{runs} simulations in {took_s:.0f} s")
+        print("\n".join(["", "tuned to:", *turned(found), f"{runs} simulations in {took_s:.0f} s"]))
     draw(found)
 
 

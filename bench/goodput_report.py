@@ -37,42 +37,40 @@ def table(found: Sequence[Cell]) -> Table:
     balanced = f"median {told.median:.2f} (to reach: {MEDIAN}), lowest {told.balanced_lowest:.2f} ({LEAST})"
     caption = " ".join(
         (
-            "requests/s and worker. chunks: aggregation with the best of the fixed sizes; queued: the policy, tuned;",
+            "requests/s and worker. ms: TTFT/TPOT; chunks: aggregation with the best of the fixed sizes, deadl.: with",
+            "deadline chunks; split: the best one; policy: as it comes; queued: the policy, tuned;",
             "tuned: it may refuse what would be late, too; +: over the better of chunks and split.",
             f"{told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR});",
             f"{told.balanced} balanced (B): {balanced if told.balanced else 'none'}; {told.missed} miss a figure (!).",
             f"Queued: median {told.queued:.2f}, and {told.over_deadlines:.2f} over deadline chunks alone or a split",
         )
     )
-    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
-    for name in (
-        "workload",
-        "TTFT/TPOT ms",
-        "part",
-        "chunks",
-        "split",
-        "deadlines",
-        "policy",
-        "tuned",
-        "+",
-        "",
-        "knobs",
-    ):
-        shown.add_column(name, justify="left" if name in ("workload", "knobs") else "right")
+    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("workload", "ms", "part", "chunks", "split", "deadl.", "policy", "queued", "tuned", "+", ""):
+        shown.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
     for cell in found:
+        rates = (
+            cell.aggregated,
+            cell.disaggregated,
+            cell.aggregation[DEADLINES],
+            cell.default,
+            cell.queued,
+            cell.tuned,
+        )
         shown.add_row(
-            cell.workload.removesuffix("-like"),
-            f"{cell.ttft_ms:.0f}/{cell.tpot_ms:.0f}",
-            f"{cell.part:.0%}",
-            f"{cell.aggregated:.2f}",
-            f"{cell.disaggregated:.2f}",
-            f"{cell.aggregation[DEADLINES]:.2f}",
-            f"{cell.default:.2f}",
-            f"{cell.queued:.2f}",
-            f"{cell.queued_ratio - 1:+.0%}",
-            f"{cell.tuned:.2f}",
+            *_name(cell),
+            *(f"{rate:.1f}" for rate in rates),
             f"{cell.ratio - 1:+.0%}",
             ("B" if cell.balanced else "") + ("!" if cell.misses else ""),
-            knobs(cell),
         )
     return shown
+
+
+def turned(found: Sequence[Cell]) -> list[str]:
+    """What the tuner has found for each cell, a line each."""
+    return [f"{' '.join(_name(cell))}: {knobs(cell)}" for cell in found]
+
+
+def _name(cell: Cell) -> tuple[str, str, str]:
+    """Workload, targets in milliseconds, part of the requests."""
+    return cell.workload.removesuffix("-like"), f"{cell.ttft_ms:.0f}/{cell.tpot_ms:.0f}", f"{cell.part:.0%}"

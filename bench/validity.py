@@ -86,7 +86,7 @@ def validity(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
     try:
-        measured = asyncio.run(_measure(config, list(loads.values()), runs, seed))
+        measured = asyncio.run(_measure(config, profile.resolve(), list(loads.values()), runs, seed))
     except ServiceFailed as error:
         fail(str(error))
     rows = [
@@ -126,12 +126,18 @@ def predict(settings: Config, costs: Profile, asks: Sequence[Ask]) -> Figures:
     }
 
 
-async def _measure(config: Path, loads: Sequence[Sequence[Ask]], runs: int, seed: int) -> list[list[Figures]]:
-    """For each load the figures of its runs. Loads take turns, so that a slow spell meets all; ids are always new."""
+async def _measure(
+    config: Path, profile: Path, loads: Sequence[Sequence[Ask]], runs: int, seed: int
+) -> list[list[Figures]]:
+    """For each load the figures of its runs. Loads take turns, so that a slow spell meets all; ids are always new.
+
+    The service decides by the same profile as the simulator's.
+    """
     figures: list[list[Figures]] = [[] for _ in loads]
     random = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
-        options = ("--config", str(config), "--set", f"model.served_name={NAME}")
+        settings = (f"model.served_name={NAME}", f"profile.path={profile}")
+        options = ("--config", str(config), *(word for setting in settings for word in ("--set", setting)))
         async with running(NAME, options, Path(folder) / "stderr") as service:
             await _send(service.url, loads[0][:5], random, progress)  # the first requests warm up
             for _ in range(runs):
