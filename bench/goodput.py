@@ -80,6 +80,7 @@ def goodput(
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each run.")] = 20,
     port: Annotated[int, typer.Option(callback=at_least(0), help="Wall clock: of the first service; 0: any.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Workloads, by name; repeatable. Default: all.")] = None,
+    aim: Annotated[list[str] | None, typer.Option(help="Targets, by name; repeatable. Default: all.")] = None,
     fine: Annotated[bool, typer.Option("--fine", help="More targets, longer runs, more turns of the tuner.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only: within a minute.")
@@ -100,10 +101,12 @@ def goodput(
         return
     names = [workload.name for workload in WORKLOADS]
     picked = chosen("--only", only or (names[2:] if quick else names), names)
+    usual = FINER if fine else TARGETS[:2] if quick else TARGETS
+    aims = chosen("--aim", aim or [targets.name for targets in usual], [targets.name for targets in FINER])
     plan = Plan(
         profiles=[parse_profile(read_bytes(path), str(path)) for path in profile or [PROFILE]],
         workloads=[workload for workload in WORKLOADS if workload.name in picked],
-        targets=FINER if fine else TARGETS[:2] if quick else TARGETS,
+        targets=[targets for targets in FINER if targets.name in aims],
         parts=PARTS[:1] if quick else PARTS,
         workers=2 if quick else workers,
         kv_gb=kv_gb,
