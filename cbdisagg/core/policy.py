@@ -68,7 +68,7 @@ def local_ttft(view: View, prompt: int, tpot_s: float) -> float:
     tokens = view.queued_tokens + max(1, prompt - view.cached)
     if not view.running:
         return tokens * view.token_s
-    chunk = max(16.0, (tpot_s - view.step_s) / view.token_s)
+    chunk = max(16.0, (tpot_s - view.step_s) / max(view.token_s, 1e-9))  # a fit may find that more tokens cost nothing
     return tokens * (view.step_s / chunk + view.token_s)
 
 
