@@ -13,7 +13,6 @@ from cbdisagg.actors.life import Life
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.actors.shell import Shell
 from cbdisagg.actors.start import Start
-from cbdisagg.actors.tuner import make_tuner
 from cbdisagg.config import Config
 from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox
@@ -37,7 +36,11 @@ async def run_coordinator(life: Life, start: Start, config: Config) -> None:
     def steer(message: Steer) -> None:
         shell.handle(FromCoordinatorInbox(mailbox.address, message))
 
-    tuner = make_tuner(config, steer) if config.policy.tuner else None
+    tuner = None
+    if config.policy.tuner:
+        from cbdisagg.actors.tuner import make_tuner  # it needs numpy, which nothing else here does
+
+        tuner = make_tuner(config, steer)
 
     def receive(sender: Address, message: ToCoordinator) -> None:
         if tuner is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cbdisagg.core.cost import NOTHING, CostModel
@@ -172,6 +172,7 @@ def test_more_time_never_means_fewer_prompt_tokens(pace: Pace, drawn: Numbers, c
         assert sum(always.shares(streams, prompts, cost, NOW).chunks.values()) >= before
 
 
+@settings(deadline=None, max_examples=15)
 @given(paces, numbers, costs)
 def test_every_prompt_is_computed_in_a_bounded_number_of_steps(pace: Pace, drawn: Numbers, cost: CostModel) -> None:
     """Whatever the streams' deadlines, and though new urgent prompts come all the time."""

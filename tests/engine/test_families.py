@@ -78,8 +78,8 @@ def test_fingerprint_tells_models_and_dtypes_apart(llama: Any, tmp_path: Path) -
 
 
 def test_unknown_dtypes_are_refused(llama: Any) -> None:
-    with pytest.raises(ModelError, match="float16"):
-        describe(llama.folder, "float16")
+    with pytest.raises(ModelError, match="float64"):
+        describe(llama.folder, "float64")
 
 
 def test_no_code_of_a_model_folder_runs(llama: Any, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_preemption_in_the_middle_of_the_prompt(models: Models, new_world: New
         models("llama-gqa"), ["any"], pages=CONTEXT // PAGE, prefix_cache=False, token_budget=3, max_batch=2
     )
     world.submit(make_prompt(106, seed=12), Sampling(max_tokens=CONTEXT - 106, temperature=0.0))
+    world.run_until(lambda: len(world.streams[0].output) > 0)
     world.submit(PROMPT, sampling)
     world.run_until(lambda: world.total("preemptions") > 0)
     assert len(world.streams[1].output) == 0
