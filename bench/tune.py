@@ -28,7 +28,7 @@ from cbdisagg.load import load_config
 from cbdisagg.sim.demand import demand
 from cbdisagg.sim.goodput import Goal, Lab
 from cbdisagg.sim.simulation import Stuck
-from cbdisagg.sim.tune import POLICY, Search, Trial, Tuned
+from cbdisagg.sim.tune import KNOBS, POLICY, Search, Trial, Tuned
 from cbdisagg.sim.variants import changed, equal_workers
 from cbdisagg.sim.workload import Ask
 
@@ -53,6 +53,9 @@ def tune(
     prompts: Annotated[str, typer.Option(help="Lengths when made: 512, or lognormal:512:4096.")] = "lognormal:512:4096",
     outputs: Annotated[str, typer.Option(help="As prompts.")] = "lognormal:128:1024",
     burst: Annotated[float, typer.Option(help="Made: variance of the gaps over Poisson's; above 1 in clumps.")] = 1.0,
+    refuse: Annotated[
+        bool, typer.Option(help="May the service refuse (429) what would be late? A miss, but cheap.")
+    ] = True,
     turns: Annotated[
         int, typer.Option(callback=at_least(0), help="Simulations for the knobs, beside the baselines.")
     ] = 100,
@@ -75,11 +78,12 @@ def tune(
         asks = read_asks(workload, len(asks), 1.0, burst, prompts, outputs, seed)
     count = workers or sum(group.count for group in settings.workers)
     base = changed(equal_workers(settings, count), {"policy.queue_limit": int(ENOUGH)})
+    knobs = [knob for knob in KNOBS if refuse or knob.key != "policy.admission"]
     started = time.perf_counter()
     try:
         with _progress() as (ran, tried):
             lab = Lab(costs, demand(asks, _seconds(goal, asks)), ran)
-            found = Search(base, lab, goal, told=tried).run(turns)
+            found = Search(base, lab, goal, knobs, tried).run(turns)
     except Stuck as error:
         raise ConfigError(str(error)) from None
     if not found.sustained:

@@ -44,6 +44,13 @@ def test_what_it_writes_is_what_it_found_and_serve_loads_it(tmp_path: Path, caps
     assert "keeps up with" in text and "40 requests of" in text
 
 
+def test_who_may_not_refuse_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    call("made", *GIVEN, *SMALL, "--turns", "30", "--no-refuse", "--json")
+    told = json.loads(capsys.readouterr().out)
+    assert told["trials"] and not any("policy.admission" in trial["what"] for trial in told["trials"])
+    assert "policy.admission" not in told["best"]
+
+
 def test_it_says_what_it_tried_and_gained(capsys: pytest.CaptureFixture[str]) -> None:
     call("made", *GIVEN, *SMALL)
     said = capsys.readouterr().out
