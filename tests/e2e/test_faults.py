@@ -255,7 +255,7 @@ async def test_a_stopped_worker_is_found_out_and_replaced(world: World, role: st
         world.check(task.result())
     stopped.send(signal.SIGCONT)
     await world.check_probe(3)
-    assert world.process(stopped.name).incarnation > stopped.incarnation
+    await world.until(lambda: world.processes.look().get(stopped.name, stopped).incarnation > stopped.incarnation)
 
 
 async def test_a_worker_that_was_away_for_a_moment_goes_on(world: World) -> None:
