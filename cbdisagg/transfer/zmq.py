@@ -184,6 +184,7 @@ class _Trials:
     bytes_per_s: float = 0.0
     checksum: int | None = None  # of the last message of the last round
     given_up: bool = False  # the sender has died
+    awaited: bool = False
 
 
 class ZmqReceiver:
@@ -227,6 +228,7 @@ class ZmqReceiver:
         """Wait until the sender's self-test is complete; how fast it was."""
         with self._trial_done:
             trials = self._trials.setdefault(sender.incarnation, _Trials())
+            trials.awaited = True
             self._trial_done.wait_for(lambda: trials.checksum is not None or trials.given_up, TRIAL_TIMEOUT_S)
             self._trials.pop(sender.incarnation, None)
         if trials.checksum is None:
@@ -291,7 +293,9 @@ class ZmqReceiver:
         with self._trial_done:
             trials = self._trials.setdefault(trial.sender, _Trials())
             if len(self._trials) > TRIALS_KEPT:
-                del self._trials[next(iter(self._trials))]
+                unwanted = next((n for n, it in self._trials.items() if not it.awaited), None)
+                if unwanted is not None:
+                    del self._trials[unwanted]
             if trial.number == 0:
                 trials.started, trials.nbytes = now, 0
             else:
