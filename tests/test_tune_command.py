@@ -74,3 +74,11 @@ def test_what_cannot_be_tuned_is_refused_in_a_line(arguments: tuple[str, ...], p
         call(*arguments)
     said = refused.value.format_message() if isinstance(refused.value, BadParameter) else str(refused.value)
     assert problem in said and "\n" not in said
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "tuned").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_tuned_configs_that_come_along_load_and_say_how_they_were_made(path: Path) -> None:
+    config = load_config(path)
+    assert config.policy.mode in ("auto", "aggregate") and sum(group.count for group in config.workers) == 2
+    command = path.read_text().splitlines()[1]
+    assert f"--ttft-ms {config.targets.ttft_ms:g}" in command and command.endswith(f"--out configs/tuned/{path.name}")

@@ -10,23 +10,20 @@ its supervisor, which kills it (suspicion). One that leaves gets no new requests
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from cbdisagg.config import Config
-from cbdisagg.core.board import Board
 from cbdisagg.core.effects import Effect, Note, Tell, Wake
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox, Tick
-from cbdisagg.core.policy import Decision, Link, View, move_target, retry_after, route
-from cbdisagg.core.residency import Residency, Starts
+from cbdisagg.core.member import Member
+from cbdisagg.core.placement import Placement, reject
+from cbdisagg.core.residency import Residency
 from cbdisagg.messages import (
     STATS_HEARTBEAT_S,
     Address,
     Cancel,
     Finished,
     Generate,
-    Hash,
     Hello,
     Leaving,
     Load,
@@ -35,80 +32,22 @@ from cbdisagg.messages import (
     Pair,
     Paired,
     PeerDown,
-    Rejected,
     Reported,
-    RequestId,
     Return,
-    Route,
     Stats,
     Steer,
-    Submit,
     Suspect,
     Up,
     WorkerInfo,
-    split_hashes,
 )
 
 STATS_S = 0.2
 CHECK_S = 1.0
-_UNSEEN_S = 0.05  # a Load that comes this long after a route is sure to include its job
 _DEAD_KEPT = 256
 DOUBT_S = 8.0
 """A worker with work and no progress for this long is routed around, and not ready."""
 _AWAY_S = 2.5
 """Ticks come each CHECK_S: after such a pause it was this process that did not run, and nobody else was silent."""
-
-
-@dataclass(slots=True)
-class Member:
-    """A worker that has said Hello, and what was routed to it since its last Load.
-
-    `submitted` counts the Submits sent to it; `unseen` holds (count, prompt tokens) of those that its Load does not
-    include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it may not know yet.
-    """
-
-    info: WorkerInfo
-    heard_at: float
-    progress_at: float
-    residency: Residency
-    load: Load | None = None
-    submitted: int = 0
-    unseen: list[tuple[int, int]] = field(default_factory=list)
-    jobs: list[tuple[float, int]] = field(default_factory=list)
-    suspect: bool = False
-    leaving: bool = False
-
-    @property
-    def address(self) -> Address:
-        return self.info.address
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait there: those it has said, and those on their way that will find no free place."""
-        if self.load is None:
-            return len(self.unseen)
-        free = self.info.max_batch - self.load.running - self.load.reserved
-        return self.load.waiting + max(0, len(self.unseen) - max(0, free))
-
-    def submit(self, tokens: int) -> None:
-        self.submitted += 1
-        self.unseen.append((self.submitted, tokens))
-
-    def hear(self, load: Load, now: float) -> None:
-        if self.load is None or load.counters.steps != self.load.counters.steps or not load.busy:
-            self.progress_at = now
-        self.load, self.heard_at = load, now
-        self.unseen = [(count, tokens) for count, tokens in self.unseen if count > load.received]
-        self.jobs = [(at, tokens) for at, tokens in self.jobs if now - at < _UNSEEN_S]
-
-
-@dataclass(slots=True)
-class Placed:
-    """`source` runs it until `decode` has taken it over."""
-
-    submission: int
-    decode: Address
-    source: Address | None = None
 
 
 class CoordinatorCore:
@@ -122,10 +61,9 @@ class CoordinatorCore:
         self.pairs: dict[tuple[int, int], Pair] = {}
         self.dead: dict[tuple[str, int], None] = {}  # in order of death
         self.restarts: dict[str, int] = {}
-        self.board = Board()
-        self.starts = Starts()
-        self.placed: dict[RequestId, Placed] = {}
-        self.decisions: dict[tuple[str, str], int] = {}
+        self.placement = Placement(address.incarnation, config, self.workers, self._serves)
+        self.placed, self.decisions = self.placement.placed, self.placement.decisions
+        self._steered: Steer | None = None
         self._now = 0.0
         self._present_since = 0.0
         self._effects: list[Effect] = []
@@ -152,23 +90,19 @@ class CoordinatorCore:
         match message:
             case Generate():
                 self._generate(sender, message)
-            case Cancel(id):
-                placed = self.placed.get(id)
-                if placed is not None:
-                    self._tell(placed.decode, message)
-                if placed is not None and placed.source is not None:
-                    self._tell(placed.source, message)
+            case Cancel():
+                self._effects += self.placement.cancel(message)
             case Finished(id, submission):
-                self._finished(sender, id, submission)
+                self.placement.finished(sender, id, submission, self._now)
             case Leaving():
                 member = self.workers.get(sender.incarnation)
                 if member is not None and not member.leaving:
                     member.leaving = True
                     self._effects.append(Note("info", f"{sender.name} is leaving"))
-            case Return(request):
-                self._return(sender, request)
+            case Return():
+                self._return(sender, message)
             case Steer():
-                pass
+                self._steer(message)
             case Hello(info):
                 self._join(info)
             case Load():
@@ -189,109 +123,26 @@ class CoordinatorCore:
             case _:
                 raise TypeError(f"not a message to the coordinator: {message!r}")
 
-    # ----------------------------------------------------------------------------------------------- requests
-
     def _generate(self, api: Address, request: Generate) -> None:
-        placed = self.placed.get(request.id)
-        if placed is not None and placed.submission >= request.submission:
-            return
         if api.incarnation not in self.apis:
             return  # its Up has not come or it is dead: it asks again when it hears of this coordinator
-        if not self.reported or not self.board.has(self._serves):
-            self._reject(api, request, 503, "no worker is ready", 1.0)
-            return
-        limit = self.config.policy.queue_limit
-        if self.board.queued >= limit and not request.submission:  # a stream that runs goes on
-            text = f"{limit} requests are waiting already (policy.queue_limit)"
-            self._reject(api, request, 429, text, retry_after(self.board.views(self._serves)))
-            return
-        hashes = split_hashes(request.hashes)
-        decision = self._decide(request, hashes)
-        self._count(decision)
-        self._place(request, hashes, decision)
+        if self.reported:
+            self._effects += self.placement.ask(api, request, self._now)
+        else:
+            self._effects.append(reject(api, request, 503, "no worker is ready", 1.0))
 
-    def _decide(self, request: Generate, hashes: Sequence[Hash]) -> Decision:
-        """Somebody serves. Siblings go where the first of them went, and join its prefix there."""
-        first = self.placed.get(request.group) if request.group is not None else None
-        if first is not None and self._serves(first.decode):
-            return Decision(first.decode, first.decode, "sibling", 0.0)
-        views, links = self.board.shortlist(self._holders(request, hashes), self._serves)
-        return route(
-            views,
-            links,
-            self.config.policy.mode,
-            (len(request.prompt) + len(request.output)) // 4,
-            request.sampling.max_tokens - len(request.output) // 4,
-            request.targets.ttft_s,
-            request.targets.tpot_s,
-        )
+    def _return(self, source: Address, message: Return) -> None:
+        known = source.incarnation in self.workers and message.request.id.api in self.apis
+        if known and self.reported:
+            self._effects += self.placement.give_back(source, message.request, message.late)
 
-    def _place(self, request: Generate, hashes: Sequence[Hash], decision: Decision) -> None:
-        self.placed[request.id] = Placed(request.submission, decision.decode)
-        tokens = (len(request.prompt) + len(request.output)) // 4
-        prefill, decode = (self.workers[end.incarnation] for end in (decision.prefill, decision.decode))
-        missing = tokens - self._cached(prefill, request, hashes)
-        decode.submit(missing if prefill is decode else 0)
-        if prefill is not decode:
-            prefill.jobs.append((self._now, missing))
-            self._look_at(prefill)
-            self._sent(prefill, hashes)
-        self._look_at(decode)
-        self._sent(decode, hashes)
-        self._tell(decision.decode, Submit(request, Route(decision.prefill, decision.decode), self.address.incarnation))
-
-    def _finished(self, sender: Address, id: RequestId, submission: int) -> None:
-        placed = self.placed.get(id)
-        if placed is None or placed.submission > submission:
-            return
-        if placed.decode == sender:
-            del self.placed[id]
-        elif placed.source == sender:
-            placed.source = None  # handed over
-
-    def _return(self, source: Address, request: Generate) -> None:
-        """A worker that leaves wants to be rid of a request. If nobody can take it, it is finished where it is."""
-        placed = self.placed.get(request.id)
-        newer = placed is not None and (placed.submission > request.submission or placed.decode != source)
-        known = source.incarnation in self.workers and request.id.api in self.apis
-        if not known or not self.reported or newer:
-            return
-        to = move_target(self.board.views(self._serves), self.board.links(), source)
-        if to is None:
-            return
-        self.placed[request.id] = Placed(request.submission, to, source)
-        taker = self.workers[to.incarnation]
-        taker.submit(0)
-        self._look_at(taker)
-        self._sent(taker, split_hashes(request.hashes))
-        self._tell(to, Submit(request, Route(source, to), self.address.incarnation, moves=True))
-
-    def _reject(self, api: Address, request: Generate, status: int, text: str, retry_after_s: float) -> None:
-        self._tell(api, Rejected(request.id, request.submission, status, text, retry_after_s))
-
-    def _count(self, decision: Decision) -> None:
-        key = (decision.kind, decision.reason)
-        self.decisions[key] = self.decisions.get(key, 0) + 1
-
-    # ------------------------------------------------------------------------------------ what routing sees
-
-    def _look_at(self, member: Member) -> None:
-        """It, or what was routed to it, has changed."""
-        load = member.load
-        if load is None:
-            return
-        view = View(
-            address=member.address,
-            role=member.info.role,
-            running=load.running + load.reserved,
-            waiting=load.waiting + len(member.unseen),
-            queued_tokens=load.queued_tokens + sum(tokens for _, tokens in member.unseen + member.jobs),
-            max_batch=member.info.max_batch,
-            step_s=load.forecast.step_s,
-            token_s=load.forecast.prefill_s,
-            cached=0,
-        )
-        self.board.put(view, member.queued)
+    def _steer(self, message: Steer) -> None:
+        """Decide by these knobs from now on, here and in the workers."""
+        self._steered = message
+        self.placement.steer(message.knobs)
+        self._effects.append(Note("info", f"knobs: {message.knobs}: {message.reason}"))
+        for member in self.workers.values():
+            self._tell(member.address, message)
 
     def _serves(self, worker: Address) -> bool:
         """May it get new requests?"""
@@ -302,45 +153,10 @@ class CoordinatorCore:
         stuck = self._now - max(member.progress_at, self._present_since)
         return not (member.suspect or member.leaving or stuck > DOUBT_S)
 
-    def _holders(self, request: Generate, hashes: Sequence[Hash]) -> dict[Address, int]:
-        """Who probably has how many tokens of this prompt, if any."""
-        found = {}
-        if hashes and self.config.kv.prefix_cache:
-            for incarnation in self.starts.of(hashes[0]):
-                member = self.workers.get(incarnation)
-                if member is not None and (cached := self._cached(member, request, hashes)):
-                    found[member.address] = cached
-        return found
-
-    def _sent(self, member: Member, hashes: Sequence[Hash]) -> None:
-        """It will have these pages."""
-        if hashes:
-            member.residency.add(hashes)
-            self.starts.add(hashes[0], member.address.incarnation)
-
-    def _cached(self, member: Member, request: Generate, hashes: Sequence[Hash]) -> int:
-        """Tokens of the prompt that this worker probably has; the last one is always computed."""
-        if not self.config.kv.prefix_cache:
-            return 0
-        most = (len(request.prompt) // 4 - 1) // member.info.page_size
-        return min(most, member.residency.count(hashes)) * member.info.page_size
-
-    def _link(self, pair: Pair) -> None:
-        """Pages can be pushed this way, once both ends are members."""
-        prefill, decode = self.workers.get(pair.prefill.incarnation), self.workers.get(pair.decode.incarnation)
-        if prefill is None or decode is None:
-            return
-        if pair.kind and not prefill.suspect:
-            pool = decode.info.pool
-            token_bytes = pool.layers * pool.page_bytes // decode.info.page_size
-            self.board.link(Link(pair.prefill, pair.decode, pair.bytes_per_s, token_bytes))
-        else:
-            self.board.unlink(pair.prefill, pair.decode)
-
     def _unlink_from(self, prefill: Address) -> None:
         for pair in self.pairs.values():
             if pair.prefill == prefill:
-                self.board.unlink(pair.prefill, pair.decode)
+                self.placement.board.unlink(pair.prefill, pair.decode)
 
     # --------------------------------------------------------------------------------------------- membership
 
@@ -363,8 +179,11 @@ class CoordinatorCore:
         self.workers[address.incarnation] = Member(info, self._now, self._now, Residency(info.pool.pages))
         for pair in self.pairs.values():
             if address in (pair.prefill, pair.decode):
-                self._link(pair)
+                self.placement.link(pair)
+        self.placement.pin()
         self._broadcast()
+        if self._steered is not None:
+            self._tell(address, self._steered)
 
     def _leave(self, name: str, incarnation: int, kind: str) -> None:
         """Told again to each new coordinator, so the counts go on where the last one's ended."""
@@ -380,18 +199,9 @@ class CoordinatorCore:
         self._broadcast()
 
     def _remove(self, incarnation: int) -> None:
-        """What was to move to it is still where it was; what it was to give away comes again from its api."""
         member = self.workers.pop(incarnation, None)
-        if member is not None:
-            self.board.drop(member.address)
         self.pairs = {ends: pair for ends, pair in self.pairs.items() if incarnation not in ends}
-        for id, placed in list(self.placed.items()):
-            if placed.source is not None and placed.source.incarnation == incarnation:
-                placed.source = None
-            if placed.decode.incarnation == incarnation and placed.source is not None:
-                placed.decode, placed.source = placed.source, None
-            elif placed.decode.incarnation == incarnation or id.api == incarnation:
-                del self.placed[id]
+        self.placement.forget(incarnation, member.address if member is not None else None)
 
     def _paired(self, pair: Pair) -> None:
         """Kept even if one end has not said Hello yet: after a restart they come in any order."""
@@ -399,7 +209,7 @@ class CoordinatorCore:
         dead = any((end.name, end.incarnation) in self.dead for end in (pair.prefill, pair.decode))
         if not dead and self.pairs.get(ends) != pair:
             self.pairs[ends] = pair
-            self._link(pair)
+            self.placement.link(pair)
             self._broadcast()
 
     def _living_pairs(self) -> list[Pair]:
@@ -410,7 +220,7 @@ class CoordinatorCore:
         member = self.workers.get(sender.incarnation)
         if member is not None:
             member.hear(load, self._now)
-            self._look_at(member)
+            self.placement.look_at(member)
 
     def _find_suspects(self) -> None:
         policy = self.config.policy

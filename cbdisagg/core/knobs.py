@@ -41,6 +41,8 @@ def pinned(knobs: Knobs, workers: Sequence[tuple[Address, Role]]) -> dict[Addres
 
     A worker whose role is the other phase is never pinned: if all that prefill have died, nobody is pinned to prefill.
     """
+    if not (knobs.pin_prefill or knobs.pin_decode):
+        return {}
     order = sorted(workers, key=lambda worker: (_PREFILLS_FIRST[worker[1]], _by_number(worker[0].name), worker[0]))
     prefills = [address for address, role in order if role != "decode"][: knobs.pin_prefill]
     decodes = [address for address, role in reversed(order) if role != "prefill"][: knobs.pin_decode]

@@ -1,19 +1,30 @@
-"""The decisions, as functions of numbers: chunk sizes, routes, admission. No state of its own but the step model.
+"""Where a request is prefilled and where it decodes: the decision, as a function of what workers predict of themselves.
 
-All times in seconds, all lengths in tokens. The model of a step is linear: `step_s + token_s * prompt tokens in it`.
+All times in seconds, all lengths in tokens. No state: the same views and knobs give the same decision. Two predictions
+lead to it: the TTFT on each worker that may prefill (queue + what is not cached, at the rate that worker has now + the
+transfer), and the step of each worker that may decode, with this request in it, against the tightest TPOT there.
+
+A request stays where it is prefilled if that step takes at most rho x TPOT, mixing pays (eta), and no worker that is
+pinned to decode has room for it; else it is packed on the most loaded worker of which the first is true, pinned ones
+first, so that others stay free for prompts. If it is true of none, it stays, or goes to the worker whose step is the
+shortest if its own is pinned to prefill. With rho = 0 it always stays, unless its worker is pinned to prefill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple
 
-from cbdisagg.messages import Address, Role
-
-Mode: TypeAlias = Literal["auto", "aggregate", "disaggregate"]
+from cbdisagg.messages import Address, Forecast, Knobs, Role
 
 HANDOVER_S = 0.002  # messages and scheduling of one hand-over; the bytes are counted apart
+GRID_S = 0.005
+"""Predictions closer than this are equal: the load then decides."""
+MARGIN = 0.9
+"""A first token that is predicted later than this part of its target counts as late: predictions are off by as much."""
+GAIN = 0.8
+"""A running request moves only to a worker whose step with it takes at most this part of the step that it leaves."""
 
 
 def admissible(needed: int, available: int, running: int) -> bool:
@@ -21,19 +32,91 @@ def admissible(needed: int, available: int, running: int) -> bool:
     return needed <= available - running if running else needed <= available
 
 
+class Wanted(NamedTuple):
+    """What a request asks for; `ttft_s` is what is left of its target."""
+
+    tokens: int
+    max_tokens: int
+    ttft_s: float
+    tpot_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class View:
-    """One worker as the coordinator sees it: its last Load, plus what was routed to it since."""
+    """One worker as the coordinator sees it: its last Load, plus what was routed to it since.
+
+    `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting. `wait_s`: until
+    a prompt that comes now is begun, of which `place_s` until a sequence has ended whose place it takes. `rate_s`: then
+    for each token of it. `step_s`: a step with all sequences and one more, but for its context. `room`: tokens of KV.
+    """
 
     address: Address
     role: Role
-    running: int
-    waiting: int
-    queued_tokens: int
+    pin: Role
+    sequences: int
     max_batch: int
+    queued_tokens: int
+    forecast: Forecast
+    wait_s: float
+    place_s: float
+    rate_s: float
     step_s: float
-    token_s: float
-    cached: int  # tokens of this request's prompt that are probably cached there
+    room: int
+
+    def ttft_s(self, tokens: int, cached: int) -> float:
+        """Until the first token of a prompt of which so many are cached here."""
+        missing = max(1, tokens - cached)
+        squares = tokens * tokens - (tokens - missing) ** 2
+        return self.wait_s + missing * self.rate_s + self.forecast.square_s * squares
+
+    def step_with(self, tokens: int) -> float:
+        return self.step_s + self.forecast.context_s * tokens
+
+    def limit_s(self, tpot_s: float) -> float:
+        """The tightest TPOT once a request with this one is here."""
+        return min(tpot_s, self.forecast.tpot_s) if self.forecast.tpot_s else tpot_s
+
+    def fits(self, tokens: int) -> bool:
+        return self.sequences < self.max_batch and tokens <= self.room
+
+
+def look(
+    address: Address,
+    role: Role,
+    pin: Role,
+    forecast: Forecast,
+    *,
+    sequences: int,
+    unseen: int,
+    streams: int,
+    max_batch: int,
+    queued_tokens: int,
+    room: int,
+    between_ends_s: float,
+) -> View:
+    """A worker's view from its Load. `unseen`: sequences that its forecast does not know; `streams`: those that decode
+    now; `between_ends_s`: seconds from one end of a sequence there to the next, lately.
+    """
+    rate_s = forecast.mixed_s if streams else forecast.prefill_s
+    lacking = max(0, sequences + 1 - max_batch)
+    known = sequences - unseen
+    joining = unseen + (1 if known else 0)  # a forecast for nobody is one for a first sequence
+    place_s = lacking * between_ends_s
+    current_s = 0.5 * forecast.step_s if streams else 0.0  # the step that runs when it comes
+    return View(
+        address=address,
+        role=role,
+        pin=pin,
+        sequences=sequences,
+        max_batch=max_batch,
+        queued_tokens=queued_tokens,
+        forecast=forecast,
+        wait_s=place_s + current_s + queued_tokens * rate_s,
+        place_s=place_s,
+        rate_s=rate_s,
+        step_s=forecast.step_s + joining * forecast.row_s,
+        room=room,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,116 +133,218 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """Those on whom a decision may fall, by address; tokens of the prompt that some have; the ways between them.
+
+    `links`: by decode, then by prefill worker, of more than these perhaps.
+    """
+
+    views: Sequence[View]
+    cached: Mapping[Address, int]
+    links: Mapping[Address, Mapping[Address, Link]]
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """A route, why it was taken, and the TTFT predicted for it."""
+    """A route, why it was taken, and what is predicted for it. `others`: the best route of each other prefill worker.
+
+    `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there.
+    """
 
     prefill: Address
     decode: Address
     reason: str
     ttft_s: float
+    step_s: float = 0.0
+    limit_s: float = float("inf")
+    fits: bool = True
+    others: tuple[Decision, ...] = ()
 
     @property
     def kind(self) -> Literal["local", "remote"]:
         return "local" if self.prefill == self.decode else "remote"
 
-
-def local_ttft(view: View, prompt: int, tpot_s: float) -> float:
-    """Queue and prompt at the rate at which this worker computes prompts beside its running sequences."""
-    tokens = view.queued_tokens + max(1, prompt - view.cached)
-    if not view.running:
-        return tokens * view.token_s
-    chunk = max(16.0, (tpot_s - view.step_s) / max(view.token_s, 1e-9))  # a fit may find that more tokens cost nothing
-    return tokens * (view.step_s / chunk + view.token_s)
+    @property
+    def breaks(self) -> bool:
+        """Somebody there, or this request, would miss its TPOT, or there is no place."""
+        return self.step_s > self.limit_s or not self.fits
 
 
-def remote_ttft(prefill: View, decode: View, link: Link, prompt: int) -> float:
-    """Queue and prompt at the prefill worker, then what the decode worker lacks over the link."""
-    tokens = prefill.queued_tokens + max(1, prompt - prefill.cached)
-    return tokens * prefill.token_s + link.seconds(max(1, prompt - decode.cached))
+def route(sight: Sight, knobs: Knobs, wanted: Wanted) -> Decision:
+    """The workers for one request. `sight` holds at least one; ties go to the smaller load, then to the name."""
+    views = sight.views
+    prefillers = [view for view in views if view.pin != "decode"] or views
+    if wanted.max_tokens == 1:
+        return _best([_stay(view, sight, wanted, "one-token") for view in prefillers], sight)
+    decoders = [view for view in views if view.pin != "prefill"] or views
+    good = _packed(decoders, knobs.rho, wanted)
+    least: list[View] = []
+    options: list[Decision] = []
+    for view in prefillers:
+        why_not = _why_not_local(view, decoders, good, knobs, wanted)
+        if not why_not:
+            options.append(_stay(view, sight, wanted, "cached" if sight.cached.get(view.address) else "faster"))
+            continue
+        if view.role == "decode" and view.pin == "any" and len(prefillers) > 1:
+            continue  # it prefills what it decodes, and nothing else
+        target = _reached(view, good, sight)
+        if target is None and why_not == "packed":
+            options.append(_stay(view, sight, wanted, "overload"))
+            continue
+        if target is None:
+            least = least or _least_loaded(decoders, wanted)
+            target = _reached(view, least, sight)
+        if target is not None:
+            options.append(_hand_over(view, target, sight, wanted, why_not))
+        elif view.pin != "prefill":
+            options.append(_stay(view, sight, wanted, "no-way"))
+    if not options:  # nobody who prefills reaches anybody who decodes
+        options = [_stay(view, sight, wanted, "no-way") for view in decoders]
+    return _best(options, sight)
 
 
-def route(
-    views: Sequence[View],
-    links: Sequence[Link],
-    mode: Mode,
-    prompt: int,
-    max_tokens: int,
-    ttft_s: float,
-    tpot_s: float,
-) -> Decision:
-    """The workers for one request. `views` is not empty; ties go to the smaller load, then to the name."""
-    decoders = [v for v in views if v.role != "prefill"] or list(views)
-    by_name = {view.address: view for view in views}
-    if mode == "aggregate":
-        return _local(views, prompt, tpot_s, "aggregate")
-    remotes = [
-        (remote_ttft(by_name[link.prefill], by_name[link.decode], link, prompt), link)
-        for link in links
-        if link.prefill in by_name and link.decode in by_name and by_name[link.prefill].role != "decode"
-    ]
-    prefillers = [v for v in views if v.role == "prefill"]
-    if max_tokens == 1 and prefillers:
-        return _local(prefillers, prompt, tpot_s, "one-token")
-    local = _local(decoders, prompt, tpot_s, "local")
-    if not remotes:
-        reason = "colocated" if all(v.role == "any" for v in views) else "no-prefill-worker"
-        return Decision(local.prefill, local.decode, reason, local.ttft_s)
-    ttft, link = min(
-        remotes,
-        key=lambda found: (
-            _full(by_name[found[1].decode]),
-            _grid(found[0]),
-            _load(by_name[found[1].decode]),
-            found[1].decode.name,
-            found[1].prefill.name,
+def move_target(sight: Sight, source: Address) -> Address | None:
+    """Who takes over a request of `source`, which leaves: one that decodes, has a place, and can be pushed to."""
+    others = [view for view in sight.views if view.address != source]
+    decoders = [view for view in others if view.pin != "prefill" and view.role != "prefill"] or others
+    best = min(
+        decoders,
+        key=lambda v: (
+            v.sequences >= v.max_batch,
+            source not in sight.links.get(v.address, {}),
+            v.sequences,
+            v.address.name,
         ),
+        default=None,
     )
-    remote = Decision(link.prefill, link.decode, "predicted", ttft)
-    if mode == "disaggregate":
-        return Decision(link.prefill, link.decode, "disaggregate", ttft)
-    return _better(local, remote, by_name[local.decode], prompt, ttft_s, tpot_s)
-
-
-def move_target(views: Sequence[View], links: Sequence[Link], source: Address) -> Address | None:
-    """Who takes over a request of `source`: of those that decode, one with a place, that KV can be pushed to."""
-    others = [view for view in views if view.address != source]
-    decoders = [view for view in others if view.role != "prefill"] or others
-    reached = {link.decode for link in links if link.prefill == source}
-    best = min(decoders, key=lambda v: (_full(v), v.address not in reached, _load(v), v.address.name), default=None)
     return best.address if best is not None else None
 
 
-def _better(local: Decision, remote: Decision, decoder: View, prompt: int, ttft_s: float, tpot_s: float) -> Decision:
-    """Local when it is faster and takes less than one step's room, or when the prefill workers would be late."""
-    missing = max(1, prompt - decoder.cached)
-    room = tpot_s - (decoder.step_s if decoder.running else 0.0)
-    if local.ttft_s <= remote.ttft_s and missing * decoder.token_s <= room:
-        reason = "cached" if decoder.cached else "short"
-        return Decision(local.prefill, local.decode, reason, local.ttft_s)
-    if remote.ttft_s > ttft_s and local.ttft_s < remote.ttft_s / 2:
-        return Decision(local.prefill, local.decode, "prefill-queue", local.ttft_s)
-    return remote
+def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Address | None:
+    """Who takes a running request off `source`, which is late: the most loaded that stays within rho x TPOT with it,
+    whose steps are clearly shorter. None: it is better off where it is.
+    """
+    here = next((view for view in sight.views if view.address == source), None)
+    if here is None:
+        return None
+    others = [view for view in sight.views if view.pin != "prefill" and view.address != source]
+    for view in _packed(others, knobs.rho, wanted):
+        gains = view.step_with(wanted.tokens) <= GAIN * here.forecast.step_s
+        if gains and source in sight.links.get(view.address, {}):
+            return view.address
+    return None
 
 
-def _local(views: Sequence[View], prompt: int, tpot_s: float, reason: str) -> Decision:
-    best = min(views, key=lambda v: (_full(v), _grid(local_ttft(v, prompt, tpot_s)), _load(v), v.address.name))
-    return Decision(best.address, best.address, reason, local_ttft(best, prompt, tpot_s))
+def refusal(decision: Decision, wanted: Wanted, between_ends_s: Callable[[Address], float]) -> tuple[str, float] | None:
+    """Why this request should not be let in, and after how many seconds it could be; None: it can be served in time."""
+    late_s = decision.ttft_s - MARGIN * wanted.ttft_s
+    if late_s > 0:
+        return f"the first token would take {decision.ttft_s:.2g} s", late_s
+    if decision.breaks:
+        text = f"tokens would take {decision.step_s * 1e3:.3g} ms each" if decision.fits else "no worker has room"
+        return text, max(GRID_S, between_ends_s(decision.decode))
+    return None
 
 
-def _full(view: View) -> bool:
-    return view.running + view.waiting >= view.max_batch
+def explain(decision: Decision, wanted: Wanted) -> str:
+    """One line for a reader: the route, the predictions for it, and the best of what was not taken."""
+    others = sorted(decision.others, key=lambda other: other.ttft_s)[:3]
+    taken = f"{_way(decision)} ({decision.reason}) for {wanted.tokens} + {wanted.max_tokens} tokens"
+    chances = f"{_chances(decision)}; targets {wanted.ttft_s:.3g} s, {wanted.tpot_s * 1e3:.3g} ms"
+    rest = "; ".join(f"{_way(other)} {_chances(other)}" for other in others)
+    return f"{taken}: {chances}" + (f"; instead of {rest}" if rest else "")
 
 
-def _load(view: View) -> int:
-    return view.running + view.waiting
+def _way(decision: Decision) -> str:
+    return decision.decode.name if decision.kind == "local" else f"{decision.prefill.name} > {decision.decode.name}"
 
 
-def _grid(seconds: float) -> int:
-    """Predictions closer than 5 ms are equal: the load then decides."""
-    return round(seconds / 0.005)
+def _chances(decision: Decision) -> str:
+    full = "" if decision.fits else ", no room"
+    return f"first token {decision.ttft_s:.3g} s, steps {decision.step_s * 1e3:.3g} ms{full}"
 
 
-def retry_after(views: Sequence[View]) -> float:
-    """Seconds until the queues have drained, by their prompt tokens; at least one."""
-    drain = [view.queued_tokens * view.token_s + view.waiting * view.step_s for view in views]
-    return max(1.0, min(drain, default=1.0))
+def _why_not_local(view: View, decoders: Sequence[View], good: Sequence[View], knobs: Knobs, wanted: Wanted) -> str:
+    """Empty: what is prefilled here may decode here."""
+    if view.pin == "prefill":
+        return "pinned"
+    if not knobs.rho:
+        return ""
+    if view.role == "prefill" and any(other.role != "prefill" for other in (good if view in good else decoders)):
+        return "role"
+    if view.step_with(wanted.tokens) > knobs.rho * view.limit_s(wanted.tpot_s) or not view.fits(wanted.tokens):
+        return "packed"
+    if good and good[0].pin == "decode" and view.pin != "decode":
+        return "drawn"
+    return "unpaid" if view.forecast.tpot_s and view.forecast.gain < knobs.eta else ""
+
+
+def _packed(decoders: Sequence[View], rho: float, wanted: Wanted) -> list[View]:
+    """Those that can decode it well: those pinned to it, then the most loaded. One of role prefill if no other can."""
+    if not rho:
+        return []
+    good = [
+        view
+        for view in decoders
+        if view.step_with(wanted.tokens) <= rho * view.limit_s(wanted.tpot_s) and view.fits(wanted.tokens)
+    ]
+    return sorted(good, key=lambda view: (view.pin != "decode", view.role == "prefill", -view.step_s, view.address))
+
+
+def _least_loaded(decoders: Sequence[View], wanted: Wanted) -> list[View]:
+    able = [view for view in decoders if view.role != "prefill"] or decoders
+    return sorted(able, key=lambda view: (not view.fits(wanted.tokens), view.step_with(wanted.tokens), view.address))
+
+
+def _reached(prefill: View, decoders: Sequence[View], sight: Sight) -> View | None:
+    """The first of these that it can push to."""
+    for view in decoders:
+        if prefill.address in sight.links.get(view.address, ()):
+            return view
+    return None
+
+
+def _stay(view: View, sight: Sight, wanted: Wanted, reason: str) -> Decision:
+    return Decision(
+        view.address,
+        view.address,
+        reason,
+        view.ttft_s(wanted.tokens, sight.cached.get(view.address, 0)),
+        view.step_with(wanted.tokens),
+        view.limit_s(wanted.tpot_s),
+        view.fits(wanted.tokens),
+    )
+
+
+def _hand_over(prefill: View, decode: View, sight: Sight, wanted: Wanted, reason: str) -> Decision:
+    """What the decode worker lacks goes over the link; its place there is reserved before the prefill starts."""
+    missing = max(1, wanted.tokens - sight.cached.get(decode.address, 0))
+    ttft_s = prefill.ttft_s(wanted.tokens, sight.cached.get(prefill.address, 0))
+    return Decision(
+        prefill.address,
+        decode.address,
+        reason,
+        decode.place_s + ttft_s + sight.links[decode.address][prefill.address].seconds(missing),
+        decode.step_with(wanted.tokens),
+        decode.limit_s(wanted.tpot_s),
+        decode.fits(wanted.tokens),
+    )
+
+
+def _best(options: Sequence[Decision], sight: Sight) -> Decision:
+    loads = {view.address: view.sequences for view in sight.views}
+    best = min(
+        options,
+        key=lambda option: (
+            option.breaks,
+            round(option.ttft_s / GRID_S),
+            loads[option.decode],
+            option.decode,
+            option.prefill,
+        ),
+    )
+    reason = best.reason
+    if reason == "faster" and all(option.kind == "local" for option in options):
+        reason = "colocated"
+    others = tuple(option for option in options if option is not best)
+    return Decision(best.prefill, best.decode, reason, best.ttft_s, best.step_s, best.limit_s, best.fits, others)

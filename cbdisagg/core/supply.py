@@ -31,12 +31,20 @@ class Supply:
         self.turns = turns
         self.jobs: dict[AttemptId, Request] = {}
         self.gifts: dict[AttemptId, JobTarget] = {}
+        self._newest: dict[int, int] = {}  # attempt of each decode worker: they count up, and come in order
 
     def __bool__(self) -> bool:
         return bool(self.jobs or self.gifts)
 
     def __contains__(self, attempt: AttemptId) -> bool:
         return attempt in self.jobs or attempt in self.gifts
+
+    def is_new(self, attempt: AttemptId) -> bool:
+        """Not asked for before. A Prefill that comes twice may find its attempt over, and its pages another's."""
+        if attempt.n <= self._newest.get(attempt.decode, 0):
+            return False
+        self._newest[attempt.decode] = attempt.n
+        return True
 
     # ------------------------------------------------------------------------------------------------- jobs
 
@@ -123,6 +131,7 @@ class Supply:
 
     def lost(self, decode: Address) -> list[Effect]:
         """The decode worker is dead: it wants nothing any more."""
+        self._newest.pop(decode.incarnation, None)
         effects: list[Effect] = []
         for attempt, request in list(self.jobs.items()):
             if attempt.decode == decode.incarnation and not request.ended:

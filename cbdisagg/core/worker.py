@@ -245,7 +245,7 @@ class WorkerCore:
     # ----------------------------------------------------------------------------------- hand-over, giving side
 
     def _prefill(self, sender: Address, message: Prefill) -> None:
-        if message.attempt in self.supply:
+        if message.attempt.decode == sender.incarnation and not self.supply.is_new(message.attempt):
             return
         if self.peers.is_dead(sender):
             if message.moves:  # it may be that we have not heard of it yet: then the request stays

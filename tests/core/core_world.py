@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+from crosswise import coordinator_core
 
 from cbdisagg.actors.blame import Blame
 from cbdisagg.api.client import Client, Stream
-from cbdisagg.config import Config
-from cbdisagg.core.coordinator import CoordinatorCore
+from cbdisagg.config import Config, Workers
 from cbdisagg.core.effects import (
     Check,
     Connect,
@@ -107,7 +107,10 @@ def expected_output(prompt: list[int], sampling: Sampling, max_len: int) -> list
 
 @dataclass(frozen=True)
 class Setting:
-    """What a world is made of. `roles`: one worker each. `kinds`: how pages move, by pair of names ("" for no way)."""
+    """What a world is made of. `roles`: one worker each, and the config is told so.
+
+    `kind`: how pages move, by pair of names ("" for no way).
+    """
 
     roles: tuple[Role, ...]
     config: Config
@@ -117,6 +120,10 @@ class Setting:
     plans_ahead: int = 0
     checksums: bool = False
     kind: Callable[[str, str], str] = lambda prefill, decode: "shm"
+
+    def __post_init__(self) -> None:
+        workers = tuple(Workers(role) for role in self.roles)
+        object.__setattr__(self, "config", msgspec.structs.replace(self.config, workers=workers))
 
     @property
     def max_len(self) -> int:
@@ -213,7 +220,7 @@ class CoordinatorActor(Actor):
 
     def __init__(self, world: World, address: Address) -> None:
         super().__init__(world, address)
-        self.core = CoordinatorCore(address, world.setting.config)
+        self.core = coordinator_core(address, world.setting.config)
         self.leader = address
 
     def receive(self, sender: Address, message: Any) -> None:
@@ -228,7 +235,7 @@ class CoordinatorActor(Actor):
         check_coordinator(self.core)
 
     def check_replay(self) -> None:
-        self.replay(CoordinatorCore(self.address, self.world.setting.config))
+        self.replay(coordinator_core(self.address, self.world.setting.config))
 
 
 class WorkerActor(Actor):

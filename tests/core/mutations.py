@@ -18,11 +18,12 @@ from walk_draft import Draft
 
 from cbdisagg.api.client import Client
 from cbdisagg.api.stream import Stream
-from cbdisagg.core import admission, coordinator, scheduler
+from cbdisagg.core import admission, placement, scheduler
 from cbdisagg.core.admission import Admission
 from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.handoff import Handoffs, Reservation
 from cbdisagg.core.peers import Peers
+from cbdisagg.core.placement import Placement
 from cbdisagg.core.request import State, Trigger
 from cbdisagg.core.scheduler import Scheduler
 from cbdisagg.core.streams import Streams
@@ -237,14 +238,12 @@ def tell_half(original: Any, self: CoordinatorCore) -> None:
     self.reported = reported
 
 
-def no_groups(original: Any, self: CoordinatorCore, request: Any, *others: Any) -> Any:
+def no_groups(original: Any, self: Placement, request: Any, *others: Any) -> Any:
     return original(self, replace(request, group=None), *others)
 
 
-def one_token_is_two(
-    original: Any, views: Any, links: Any, mode: Any, prompt: int, max_tokens: int, *others: Any
-) -> Any:
-    return original(views, links, mode, prompt, max_tokens + 1, *others)
+def one_token_is_two(original: Any, sight: Any, knobs: Any, wanted: Any) -> Any:
+    return original(sight, knobs, wanted._replace(max_tokens=wanted.max_tokens + 1))
 
 
 def instants(original: Any, self: Client, stream: Stream) -> Any:
@@ -408,7 +407,7 @@ MUTATIONS = [
     Mutation(
         12,
         "one token is handed over",
-        changed(coordinator, "route", one_token_is_two),
+        changed(placement, "route", one_token_is_two),
         directed.one_token_is_not_handed_over,
         "it took the way of",
     ),
@@ -422,7 +421,7 @@ MUTATIONS = [
     Mutation(
         14,
         "siblings go anywhere",
-        changed(CoordinatorCore, "_decide", no_groups),
+        changed(Placement, "decide", no_groups),
         directed.siblings_go_to_one_worker_and_join_its_prefix,
         "not on one worker",
     ),

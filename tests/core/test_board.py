@@ -6,17 +6,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cbdisagg.core.board import EVERYBODY, FEW, Board, Ranking
-from cbdisagg.core.policy import Link, View
+from cbdisagg.core.policy import Link, Sight, View, look
 from cbdisagg.core.residency import NEWEST, STARTS, Residency, Starts
-from cbdisagg.messages import Address, Hash, Role
+from cbdisagg.messages import Address, Forecast, Hash, Role
 
 
 def address(n: int) -> Address:
     return Address(f"w{n:04}", n + 1, "")
 
 
-def view(n: int, role: Role = "any", running: int = 0, queued: int = 0) -> View:
-    return View(address(n), role, running, 0, queued, 8, 0.01, 0.001, 0)
+def view(n: int, role: Role = "any", running: int = 0, queued: int = 0, pin: Role = "any") -> View:
+    forecast = Forecast(step_s=0.01 + 0.001 * running, row_s=0.001, prefill_s=0.001, mixed_s=0.001)
+    return look(
+        address(n),
+        role,
+        pin,
+        forecast,
+        sequences=running,
+        unseen=0,
+        streams=running,
+        max_batch=8,
+        queued_tokens=queued,
+        room=1000,
+        between_ends_s=1.0,
+    )
+
+
+def links(sight: Sight) -> list[Link]:
+    """Those among its views."""
+    chosen = {each.address for each in sight.views}
+    return [link for decode, ways in sight.links.items() for link in ways.values() if {decode, link.prefill} <= chosen]
 
 
 def everybody(worker: Address) -> bool:
@@ -36,26 +55,34 @@ def test_a_ranking_is_what_sorting_gives(changes: list[tuple[int, int]]) -> None
         assert list(ranking) == sorted(numbers, key=lambda worker: (numbers[worker], worker))
 
 
+@given(st.lists(st.integers(0, 9), unique=True), st.integers(-1, 10))
+def test_those_below_a_number_come_from_the_greatest_on(numbers: list[int], limit: int) -> None:
+    ranking = Ranking()
+    for number in numbers:
+        ranking.put(address(number), number)
+    assert list(ranking.below(limit)) == [address(n) for n in sorted(numbers, reverse=True) if n < limit]
+
+
 def test_a_small_fleet_is_looked_at_whole() -> None:
     board = Board()
     for n in reversed(range(EVERYBODY)):
         board.put(view(n, queued=n), queued=n % 2)
     board.link(Link(address(0), address(1), 1e9, 10))
-    views, links = board.shortlist({address(3): 48}, everybody)
-    assert [each.address for each in views] == [address(n) for n in range(EVERYBODY)]
-    assert [each.cached for each in views] == [48 if n == 3 else 0 for n in range(EVERYBODY)]
-    assert links == board.links() and board.queued == EVERYBODY // 2
-    views, links = board.shortlist({}, lambda worker: worker != address(0))
-    assert len(views) == EVERYBODY - 1 and not links
+    sight = board.sight({address(3): 48}, 0.05, everybody)
+    assert [each.address for each in sight.views] == [address(n) for n in range(EVERYBODY)]
+    assert sight.cached == {address(3): 48}
+    assert links(sight) == [Link(address(0), address(1), 1e9, 10)] and board.queued == EVERYBODY // 2
+    sight = board.sight({}, 0.05, lambda worker: worker != address(0))
+    assert len(sight.views) == EVERYBODY - 1 and not links(sight)
 
 
 def fleet(prefillers: int, decoders: int) -> Board:
     """Loads and queues that grow with the number; every prefill worker reaches every decode worker."""
     board = Board()
     for n in range(prefillers):
-        board.put(view(n, "prefill", queued=n), 0)
+        board.put(view(n, queued=n, pin="prefill"), 0)
     for n in range(decoders):
-        board.put(view(1000 + n, "decode", running=n % 7, queued=decoders - n), 0)
+        board.put(view(1000 + n, running=n % 7, queued=decoders - n, pin="decode"), 0)
     for p in range(prefillers):
         for d in range(decoders):
             board.link(Link(address(p), address(1000 + d), 1e9, 10))
@@ -64,22 +91,19 @@ def fleet(prefillers: int, decoders: int) -> Board:
 
 def test_of_many_the_best_of_each_kind_are_looked_at() -> None:
     board = fleet(40, 40)
-    views, links = board.shortlist({address(1020): 64, address(30): 32}, everybody)
-    chosen = {each.address for each in views}
+    sight = board.sight({address(1020): 64, address(30): 32}, 0.0145, everybody)
+    chosen = {each.address for each in sight.views}
     assert {address(n) for n in range(FEW)} <= chosen  # the shortest queues of those that prefill
     assert {address(1000 + n) for n in (0, 7, 14, 21, 28, 35)} <= chosen  # those without load
-    assert {address(1039), address(1038)} <= chosen  # the shortest queues of those that decode
+    assert {address(1000 + n) for n in (3, 10, 17, 24, 31, 38)} <= chosen  # the longest steps that are short enough
     assert address(1020) in chosen and address(30) in chosen  # the prefix
-    assert len(views) <= 5 * FEW
-    assert {(link.prefill, link.decode) for link in links} == {
-        (p.address, d.address) for p in views if p.role == "prefill" for d in views if d.role == "decode"
-    }
+    assert len(sight.views) <= 5 * FEW
 
 
 def test_who_does_not_serve_is_passed_over() -> None:
     board = fleet(40, 40)
-    views, _ = board.shortlist({}, lambda worker: int(worker.name[1:]) % 2 == 1)
-    assert views and all(int(each.address.name[1:]) % 2 == 1 for each in views)
+    sight = board.sight({}, 0.02, lambda worker: int(worker.name[1:]) % 2 == 1)
+    assert sight.views and all(int(each.address.name[1:]) % 2 == 1 for each in sight.views)
     assert not board.has(lambda worker: False) and board.has(everybody)
 
 
@@ -87,25 +111,34 @@ def test_a_decode_worker_comes_with_a_prefill_worker_that_reaches_it() -> None:
     """In racks: the shortest queues of all may be somewhere else."""
     board = Board()
     for n in range(60):
-        board.put(view(n, "prefill", queued=100 + n), 0)
-        board.put(view(1000 + n, "decode", running=0 if n >= 50 else 5), 0)
+        board.put(view(n, queued=100 + n, pin="prefill"), 0)
+        board.put(view(1000 + n, running=0 if n >= 50 else 5, pin="decode"), 0)
         for near in range(n - n % 10, n - n % 10 + 10):
             board.link(Link(address(near), address(1000 + n), 1e9, 10))
             board.link(Link(address(1000 + near), address(1000 + n), 1e9, 10))
-    views, links = board.shortlist({}, everybody)
-    reached = {link.decode for link in links if link.prefill in {v.address for v in views if v.role == "prefill"}}
-    assert reached >= {each.address for each in views if each.role == "decode" and each.running == 0}
+    sight = board.sight({}, 0.02, everybody)
+    reached = {link.decode for link in links(sight) if int(link.prefill.name[1:]) < 1000}
+    assert reached >= {each.address for each in sight.views if each.pin == "decode" and not each.sequences}
+
+
+def test_a_worker_that_is_pinned_anew_is_looked_for_elsewhere() -> None:
+    board = fleet(20, 20)
+    board.put(view(1000, pin="prefill"), 0)
+    board.put(view(0, pin="decode"), 0)
+    chosen = {each.address: each.pin for each in board.sight({}, 0.02, everybody).views}
+    assert chosen[address(1000)] == "prefill" and chosen[address(0)] == "decode"
 
 
 def test_who_leaves_takes_its_links_and_its_queue_along() -> None:
     board = fleet(2, 2)
-    board.put(view(0, "prefill"), queued=5)
+    board.put(view(0), queued=5)
     board.drop(address(0))
     board.drop(address(1001))
-    assert board.links() == [Link(address(1), address(1000), 1e9, 10)] and board.queued == 0
+    board.drop(address(1001))
+    assert links(board.everybody(everybody)) == [Link(address(1), address(1000), 1e9, 10)] and board.queued == 0
     board.unlink(address(1), address(1000))
     board.unlink(address(7), address(8))
-    assert not board.links()
+    assert not links(board.everybody(everybody))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=12), st.integers(1, 12))

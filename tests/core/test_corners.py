@@ -5,7 +5,6 @@ from __future__ import annotations
 from core_world import SUPERVISOR, Setting, WorkerActor, World, expected_output
 
 from cbdisagg.config import Config, Policy
-from cbdisagg.core.policy import Link, View, route
 from cbdisagg.messages import (
     Address,
     Cancel,
@@ -144,14 +143,3 @@ def test_a_landing_that_comes_after_its_attempt_is_over_changes_nothing() -> Non
     service.settle()
     assert decode.core.handoffs.landed(attempt) is None
     assert decode.core.handoffs.settle(attempt) == (None, [])
-
-
-def test_a_prompt_that_would_wait_long_at_the_prefill_worker_is_computed_where_it_decodes() -> None:
-    prefill, decode = Address("prefill-0", 1, ""), Address("decode-0", 2, "")
-    views = [
-        View(prefill, "prefill", 1, 3, 5000, 8, step_s=0.02, token_s=0.001, cached=0),
-        View(decode, "decode", 1, 0, 0, 8, step_s=0.02, token_s=0.001, cached=0),
-    ]
-    links = [Link(prefill, decode, 1e9, 1)]
-    decision = route(views, links, "auto", 400, 10, 1.0, 0.05)
-    assert (decision.prefill, decision.decode, decision.reason) == (decode, decode, "prefill-queue")

@@ -19,13 +19,17 @@ from typing import Any, TypeAlias
 
 import msgspec
 from core_world import ApiActor, CoordinatorActor, FakeSlot, WorkerActor
+from crosswise import Crosswise
 
 from cbdisagg.api.client import Client, Stream
 from cbdisagg.core.admission import Admission
 from cbdisagg.core.blocks import Pages
-from cbdisagg.core.coordinator import _UNSEEN_S, STATS_S, CoordinatorCore, Member
+from cbdisagg.core.coordinator import STATS_S, CoordinatorCore
 from cbdisagg.core.events import PushDone
+from cbdisagg.core.member import UNSEEN_S, Member
 from cbdisagg.core.peers import Peers
+from cbdisagg.core.placement import Placement
+from cbdisagg.core.policy import View
 from cbdisagg.core.report import Reporter
 from cbdisagg.core.request import Request
 from cbdisagg.core.scheduler import Scheduler
@@ -127,7 +131,11 @@ OMITTED: dict[type, frozenset[str]] = {
     WorkerCore: frozenset({"info", "address", "config", "_key", "_now", "_effects"}),
     CoordinatorCore: frozenset({"address", "config", "_now", "_effects", "_stats_at", "_wake_at"}),
     Scheduler: frozenset({"page_size", "limits", "prefix_cache", "_number", "_serial"}),
-    Member: frozenset({"heard_at", "progress_at", "jobs"}),  # the suspicion of silence is a fault here, not a timer
+    **dict.fromkeys((Placement, Crosswise), frozenset({"config", "term", "workers", "knobs", "_serves"})),
+    View: frozenset({"forecast", "wait_s", "place_s", "rate_s", "step_s"}),  # all alike here
+    Member: frozenset(
+        {"heard_at", "progress_at", "jobs", "between_ends_s", "ended_at"}
+    ),  # silence is a fault here, no timer
     Client: frozenset({"resumed", "stats", "_now", "_tell", "_model", "_page_size", "_incarnation"}),
     Stream: frozenset({"request", "born", "_cancel", "_unread", "_waiter"}),
     Peers: frozenset({"me"}),
@@ -219,7 +227,7 @@ class Picture:
 
     def _coordinator(self, core: CoordinatorCore) -> Hashable:
         """Instants count by whether they are recent: Stats are held back, jobs are counted for a while."""
-        recent = [[tokens for at, tokens in m.jobs if core._now < at + _UNSEEN_S] for m in core.workers.values()]
+        recent = [[tokens for at, tokens in m.jobs if core._now < at + UNSEEN_S] for m in core.workers.values()]
         return (core._now < core._stats_at + STATS_S, self.of(recent), self._object(core))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1] / "core"))
 from routes_fields import DRAWN, GREEDY, PROMPT, make_fields
 from routes_models import CONFIGS, TinyModel, make_model
 from routes_world import Answer, World

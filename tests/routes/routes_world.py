@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from crosswise import coordinator_core
 from msgspec.structs import replace
 from routes_models import PAGE, TinyModel
 
 from cbdisagg.api.client import Client, Stream, Update
 from cbdisagg.config import Config, Kv, Policy, Scheduler, Transfer, Workers
-from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.effects import Connect, Disconnect, Effect, Expect, Forget, Note, RunStep, Tell, Verify, Wake
 from cbdisagg.core.events import (
     Connected,
@@ -160,7 +160,7 @@ class CoordinatorActor:
     def __init__(self, world: World, config: Config) -> None:
         self.world, self.wake_at = world, float("inf")
         self.address = world.new_address("coordinator")
-        self.core = CoordinatorCore(self.address, config)
+        self.core = coordinator_core(self.address, config)
         self._decoder: msgspec.msgpack.Decoder[ToCoordinator] = msgspec.msgpack.Decoder(ToCoordinator)
 
     def receive(self, sender: Address, body: bytes) -> None:

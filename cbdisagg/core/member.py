@@ -1,0 +1,88 @@
+"""One worker as the coordinator knows it: what it has said, and what was routed to it since.
+
+Life: said Hello -> told a Load (from then on requests may go there) -> leaving, doubted or suspected, which ends that
+-> removed, when it is known to be dead or has a successor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cbdisagg.core.policy import View, look
+from cbdisagg.core.residency import Residency
+from cbdisagg.messages import Address, Load, Role, WorkerInfo
+
+UNSEEN_S = 0.05  # a Load that comes this long after a route is sure to include its job
+_MEMORY = 0.1  # weight of the newest interval between two ends
+_FIRST_BETWEEN_S = 1.0  # before two have been seen
+
+
+@dataclass(slots=True)
+class Member:
+    """`submitted` counts the Submits sent to it; `unseen` holds (count, prompt tokens) of those that its Load does not
+    include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it may not know yet.
+    `between_ends_s`: from the end of one request there to the next, lately.
+    """
+
+    info: WorkerInfo
+    heard_at: float
+    progress_at: float
+    residency: Residency
+    load: Load | None = None
+    submitted: int = 0
+    unseen: list[tuple[int, int]] = field(default_factory=list)
+    jobs: list[tuple[float, int]] = field(default_factory=list)
+    suspect: bool = False
+    leaving: bool = False
+    between_ends_s: float = _FIRST_BETWEEN_S
+    ended_at: float | None = None
+
+    @property
+    def address(self) -> Address:
+        return self.info.address
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait there: those it has said, and those on their way that will find no free place."""
+        if self.load is None:
+            return len(self.unseen)
+        free = self.info.max_batch - self.load.running - self.load.reserved
+        return self.load.waiting + max(0, len(self.unseen) - max(0, free))
+
+    def submit(self, tokens: int) -> None:
+        self.submitted += 1
+        self.unseen.append((self.submitted, tokens))
+
+    def hear(self, load: Load, now: float) -> None:
+        if self.load is None or load.counters.steps != self.load.counters.steps or not load.busy:
+            self.progress_at = now
+        self.load, self.heard_at = load, now
+        self.unseen = [(count, tokens) for count, tokens in self.unseen if count > load.received]
+        self.jobs = [(at, tokens) for at, tokens in self.jobs if now - at < UNSEEN_S]
+
+    def end(self, now: float) -> None:
+        """A request has ended there."""
+        if self.ended_at is not None:
+            self.between_ends_s += _MEMORY * (now - self.ended_at - self.between_ends_s)
+        self.ended_at = now
+
+    def view(self, pin: Role) -> View | None:
+        """None before it has told a Load."""
+        load = self.load
+        if load is None:
+            return None
+        routed = sum(tokens for _, tokens in self.unseen)
+        held = load.pages_total - load.pages_free - load.pages_cached
+        return look(
+            self.address,
+            self.info.role,
+            pin,
+            load.forecast,
+            sequences=load.running + load.reserved + load.waiting + len(self.unseen),
+            unseen=len(self.unseen),
+            streams=load.decodes,
+            max_batch=self.info.max_batch,
+            queued_tokens=load.queued_tokens + routed + sum(tokens for _, tokens in self.jobs),
+            room=(load.pages_total - held) * self.info.page_size - routed,
+            between_ends_s=self.between_ends_s,
+        )
