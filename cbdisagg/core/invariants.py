@@ -21,6 +21,7 @@ def check_worker(core: WorkerCore) -> None:
     _requests_are_in_one_place(core)
     _plans_hold_their_pages(core)
     _one_live_job_per_request(core)
+    _tenants_are_those_here(core)
 
 
 def _require(truth: bool, text: str) -> None:
@@ -90,6 +91,11 @@ def _plans_hold_their_pages(core: WorkerCore) -> None:
 def _one_live_job_per_request(core: WorkerCore) -> None:
     live = Counter((a.decode, a.request) for a, request in core.jobs.items() if not request.ended)
     _require(all(count == 1 for count in live.values()), f"two live jobs for one request: {live}")
+
+
+def _tenants_are_those_here(core: WorkerCore) -> None:
+    living = Counter(r.spec.tenant for r in [*core.requests.values(), *core.jobs.values()] if not r.ended)
+    _require(core.turns.here == living, f"requests by tenant are {dict(living)}, but {dict(core.turns.here)} are known")
 
 
 def _flying(core: WorkerCore) -> list:  # type: ignore[type-arg]

@@ -53,6 +53,7 @@ class Supply:
         older = self._live_job(target.attempt.decode, request.spec.id)
         effects = self.end(older) if older is not None else []
         self.jobs[target.attempt] = request
+        self.turns.come(request)
         self.scheduler.wait(request)
         return effects
 

@@ -23,27 +23,27 @@ TENANTS = 4096
 
 
 class Turns:
-    """`had`: weighted tokens by tenant."""
+    """`had`: weighted tokens by tenant; `here`: how many requests of each are here, none of them 0."""
 
     def __init__(self) -> None:
         self.had: OrderedDict[str, float] = OrderedDict()
-        self._here: Counter[str] = Counter()
+        self.here: Counter[str] = Counter()
 
     def come(self, request: Request) -> None:
         tenant = request.spec.tenant
-        if not self._here[tenant]:
-            least = min((self.had[other] for other, count in self._here.items() if count), default=0.0)
+        if not self.here[tenant]:
+            least = min((self.had[other] for other, count in self.here.items() if count), default=0.0)
             self.had[tenant] = max(self.had.get(tenant, 0.0), least)
             self.had.move_to_end(tenant)
             self._forget()
-        self._here[tenant] += 1
+        self.here[tenant] += 1
 
     def go(self, request: Request) -> None:
         """It has ended, here or by going elsewhere."""
         tenant = request.spec.tenant
-        self._here[tenant] -= 1
-        if not self._here[tenant]:
-            del self._here[tenant]
+        self.here[tenant] -= 1
+        if not self.here[tenant]:
+            del self.here[tenant]
 
     def serve(self, request: Request, prompt_tokens: int, drawn: int) -> None:
         tenant = request.spec.tenant
@@ -74,5 +74,5 @@ class Turns:
 
     def _forget(self) -> None:
         for tenant in list(self.had)[: max(0, len(self.had) - TENANTS)]:
-            if not self._here[tenant]:
+            if not self.here[tenant]:
                 del self.had[tenant]

@@ -201,6 +201,7 @@ class WorkerCore:
             self._tell(self.peers.coordinator, Finished(spec.id, spec.submission, 0))
             return
         self.requests[spec.id] = request
+        self.turns.come(request)
         self.scheduler.wait(request)
         if not message.moves:  # else once it has been handed over
             self._tell(api, _accepted(request, self.address, 0))
@@ -213,11 +214,9 @@ class WorkerCore:
             limit = length + len(spec.output) // 4 + 1
         arrival = self._now - spec.age_s
         first = self._now - spec.first_age_s if spec.first_age_s >= 0 else None
-        request = Request(
+        return Request(
             self._key, spec, route, arrival, self.info.page_size, limit, job, first_token=first, last_token=first
         )
-        self.turns.come(request)
-        return request
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.id)
