@@ -64,6 +64,8 @@ class Tuner:
     def _turn(self, knobs: Knobs, reason: str) -> None:
         log.info("tuned: %s: %s", knobs, reason)
         self._steer(Steer(knobs, reason))
+        self._history.begin_anew()  # what has ended meanwhile, under other knobs, says nothing about these
+        self._full.clear()
 
 
 def make_tuner(config: Config, steer: Callable[[Steer], None]) -> Tuner | None:

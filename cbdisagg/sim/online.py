@@ -87,9 +87,13 @@ class History:
             gone, _ = self._ended.popitem(last=False)
             self._open.pop(gone, None)
 
+    def begin_anew(self) -> None:
+        """What has ended so far does not count for the next question."""
+        self._new = 0
+
     def take(self) -> tuple[list[Ask], float]:
         """The last requests, by arrival from 0 on, and the part of them that was in time; the count begins anew."""
-        self._new = 0
+        self.begin_anew()
         ended = sorted(self._ended.values(), key=lambda one: one.ask.arrival_s)
         start = ended[0].ask.arrival_s
         asks = [replace(one.ask, arrival_s=one.ask.arrival_s - start) for one in ended]

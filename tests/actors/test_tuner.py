@@ -69,6 +69,37 @@ async def test_enough_requests_bring_a_question_and_a_gain_a_steer(monkeypatch: 
         await running
 
 
+async def test_new_knobs_are_judged_by_what_ends_after_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests end while the search goes on, enough for a judgement, and in time: that is the old knobs' merit."""
+    steered: asyncio.Queue[Steer] = asyncio.Queue()
+    numbers = iter(range(100))
+
+    def end_two(in_time: bool) -> None:
+        for _ in range(2):
+            id, patience = RequestId(1, next(numbers)), 10.0 if in_time else -1.0
+            targets = Targets(patience, 0.0)
+            made.hear(Generate(id, 0, pack(range(5)), b"", b"", b"", Sampling(max_tokens=9), targets, 0.0))
+            made.hear(Finished(id, 0, 4))
+
+    async def answer(question: Question) -> Answer:
+        if question.knobs == configured(SERVICE):
+            end_two(in_time=True)
+        return Answer(msgspec.structs.replace(configured(SERVICE), rho=0.5), 0.2)
+
+    monkeypatch.setattr(tuner, "ask", answer)
+    made = tuner.Tuner(SERVICE, H200, steered.put_nowait, History(window=2))
+    running = asyncio.ensure_future(made.run())
+    end_two(in_time=True)
+    assert (await steered.get()).knobs.rho == 0.5
+    for _ in range(10):
+        await asyncio.sleep(0)
+    end_two(in_time=False)
+    assert (await asyncio.wait_for(steered.get(), 10)).knobs == configured(SERVICE)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 def test_without_a_profile_it_says_so_and_nothing_else(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     assert tuner.make_tuner(SERVICE, lambda message: None) is None
     assert "[profile] path" in caplog.text
