@@ -206,7 +206,7 @@ class Client:
         stream.written_by(sender)
         stream.take(run)
         if stream.ended:
-            del self._streams[stream.id]
+            self._streams.pop(stream.id, None)  # its reader may have ended it in between, as one by express can
 
     def _accepted(self, sender: Address, message: Accepted) -> None:
         stream = self._streams.get(message.id)

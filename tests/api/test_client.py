@@ -203,6 +203,25 @@ async def test_a_cancelled_stream_ends_for_its_reader() -> None:
     assert await reader == []
 
 
+async def test_a_reader_that_ends_its_stream_where_a_token_comes_in_takes_none_from_others() -> None:
+    """A stop string in what goes by express: the client is in the middle of a message then."""
+    h = Harness(D1)
+    stopped, other = h.submit(accepted_by=D1), h.submit(accepted_by=D1)
+
+    def stop(update: Update) -> bool:
+        stopped.cancel("stop")
+        return True
+
+    stopped.express = stop
+    reader = asyncio.create_task(read(stopped))
+    await asyncio.sleep(0)
+    h.client.receive(D1, Tokens((TokenRun(stopped.id, 0, 0, (10,)), TokenRun(other.id, 0, 0, (20,)))))
+    assert await reader == []
+    assert ready(other).ids == (20,)
+    assert h.told == [(D1, Cancel(stopped.id, 0, "stop"))]
+    assert h.client.streams == 1
+
+
 def test_what_belongs_to_no_stream_is_cancelled_at_its_sender() -> None:
     h = Harness(D1)
     stream = h.submit(accepted_by=D1)
