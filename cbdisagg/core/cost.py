@@ -68,7 +68,7 @@ class CostModel(Costs, frozen=True):
     def of(cls, costs: Costs) -> CostModel:
         if isinstance(costs, CostModel):
             return costs
-        return cls(*(getattr(costs, name) for name in costs.__struct_fields__))
+        return cls(*(getattr(costs, name) for name in cls.__struct_fields__))
 
     def step_s(self, work: Iterable[Work]) -> float:
         """One step; 0 for one without work."""

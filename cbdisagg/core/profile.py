@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from cbdisagg.config import ConfigError
 from cbdisagg.core.cost import CostModel
+from cbdisagg.messages import Costs
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,29 +37,20 @@ class Error(Struct, frozen=True, forbid_unknown_fields=True):
     steps: int
 
 
-class Profile(Struct, frozen=True, forbid_unknown_fields=True):
-    """`h` to `B`, and `s`, are those of `CostModel`, in seconds, tokens and bytes.
+class Profile(Costs, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Coefficients of the cost model, and what else is to be known of a worker.
 
     `transfer`: whether pages are copied within the step that computes them ("shm") or travel beside it, layer by layer
     ("zmq"). `beside_step`, `beside_push`: by what part a step is slowed for each other step, and each push in flight,
     on the same memory. `kv_bytes`: of one token in all `layers`. `context`: tokens that the model can see.
     """
 
-    h: float
-    h_mix: float
-    L: tuple[tuple[int, float], ...]
-    a: float
-    d: float
-    t0: float
-    t_d: float
-    B: float
     layers: int
     kv_bytes: int
     context: int
     model: str
     dtype: str
     machine: str
-    s: float = 0.0
     threads: int = 0
     transfer: Literal["shm", "zmq"] = "zmq"
     beside_step: float = 0.0
@@ -70,7 +62,7 @@ class Profile(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cost(self) -> CostModel:
-        return CostModel(self.h, self.h_mix, self.L, self.a, self.d, self.t0, self.t_d, self.B, self.s)
+        return CostModel.of(self)
 
 
 def parse_profile(data: bytes, source: str) -> Profile:
