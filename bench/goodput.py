@@ -25,9 +25,9 @@ from cbdisagg_bench import goodput_wall
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import at_least, chosen, numbers
+from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, numbers
 from cbdisagg_bench.service import ServiceFailed
-from cbdisagg_bench.simulate_input import check_place, read_bytes
+from cbdisagg_bench.simulate_input import read_bytes
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -115,7 +115,7 @@ def goodput(
         patience=4.0 if fine else 2.0,
         seed=seed,
     )
-    draw = _drawing(plot)
+    check_picture(plot)
     started = time.perf_counter()
     found, runs = run(plan)
     took_s = time.perf_counter() - started
@@ -123,7 +123,10 @@ def goodput(
     _hand_out(told, out, as_json, lambda: Console().print(table(found)))
     if not as_json:
         print("\n".join(["", "tuned to:", *turned(found), f"{runs} simulations in {took_s:.0f} s"]))
-    draw(found)
+    if plot is not None:
+        from cbdisagg_bench.goodput_plot import draw
+
+        draw(found, plot)
 
 
 def _on_this_machine(
@@ -196,20 +199,6 @@ def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]
             bar.update(task, runs=count)
 
         yield lambda what: bar.update(task, advance=1, description=what), ran
-
-
-def _drawing(path: Path | None) -> Callable[[Sequence[Cell]], None]:
-    """Refused before anything runs if it cannot be drawn."""
-    if path is None:
-        return lambda found: None
-    try:
-        from cbdisagg_bench.goodput_plot import draw
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"{error.name} is needed: pip install 'cbdisagg[bench]'", param_hint="'--plot'"
-        ) from None
-    check_place(path, "--plot", (".png", ".svg"))
-    return lambda found: draw(found, path)
 
 
 def _told(found: Sequence[Cell], plan: Plan, runs: int, took_s: float) -> dict[str, object]:

@@ -21,7 +21,7 @@ from cbdisagg_bench.load_asks import Ask, fill
 from cbdisagg_bench.load_client import Answer, Client, run
 from cbdisagg_bench.load_report import Aims, Report, heading, summarise, summarise_all, table
 from cbdisagg_bench.load_servers import Server, check_lengths, find, named
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.options import at_least, check_picture, check_place
 from rich.console import Console
 from rich.progress import Progress
 
@@ -101,7 +101,8 @@ def load(
 
     Example: cbdisagg bench serve http://127.0.0.1:8000 --requests 60 --rate 4 --ttft-ms 200 --tpot-ms 30
     """
-    _check_files(out, plot)
+    check_place(out, "--out")
+    check_picture(plot, (".png", ".svg", ".pdf"))
     wanted = _requests(file, requests, rate, burst, prompt_tokens, output_tokens, seed)
     # New prompts in each round, or caches would answer; the last ones warm up.
     asks, *others = (fill(wanted, vocab, seed + n, as_text=text) for n in range(rounds + 1))
@@ -149,21 +150,6 @@ def _lengths(option: str, text: str) -> Lengths:
         return parse_lengths(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
-
-
-def _check_files(out: Path | None, plot: Path | None) -> None:
-    """Before the work, not after it."""
-    for option, path in (("--out", out), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no such folder", param_hint=f"'{option}'")
-    if plot is None:
-        return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise typer.BadParameter("needs matplotlib: pip install 'cbdisagg[bench]'", param_hint="'--plot'") from None
-    if plot.suffix not in (".png", ".svg", ".pdf"):
-        raise typer.BadParameter(f"{plot}: must end in .png, .svg or .pdf", param_hint="'--plot'")
 
 
 # --------------------------------------------------------------------------------------------------------- the runs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from importlib.util import find_spec
+from pathlib import Path
 
 import typer
 
@@ -37,3 +39,22 @@ def chosen(option: str, names: Collection[str], choices: Collection[str]) -> lis
         if name not in choices:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(choices)}", param_hint=f"'{option}'")
     return list(names)
+
+
+def check_place(path: Path | None, option: str, endings: tuple[str, ...] = ()) -> None:
+    """Before anything runs: may a file be written there? `endings`: those of its name, if not all will do."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}", param_hint=f"'{option}'")
+    if path.is_dir():
+        raise typer.BadParameter(f"{path}: that is a folder", param_hint=f"'{option}'")
+    if endings and path.suffix not in endings:
+        raise typer.BadParameter(f"{path}: the name must end in {' or '.join(endings)}", param_hint=f"'{option}'")
+
+
+def check_picture(path: Path | None, endings: tuple[str, ...] = (".png", ".svg")) -> None:
+    """The same of `--plot`, which needs matplotlib."""
+    check_place(path, "--plot", endings)
+    if path is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install 'cbdisagg[bench]'", param_hint="'--plot'")

@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.options import at_least, check_place
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
 from cbdisagg_bench.profile_host import measure_host
 from cbdisagg_bench.profile_neighbour import Neighbour
@@ -57,6 +57,7 @@ def profile(
 
     Example: cbdisagg profile --config configs/1p1d.toml --out profile.json
     """
+    check_place(out, "--out")
     settings = load_config(config, set_ or [])
     place = seat(threads, sum(group.count for group in settings.workers))
     with _progress() as bar:

@@ -16,8 +16,8 @@ from typing import Annotated
 
 import msgspec
 import typer
-from cbdisagg_bench.options import at_least
-from cbdisagg_bench.simulate_input import MADE, check_place, read_asks, read_bytes, read_profile
+from cbdisagg_bench.options import at_least, check_picture
+from cbdisagg_bench.simulate_input import MADE, read_asks, read_bytes, read_profile
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -73,7 +73,7 @@ def simulate(
         costs = read_profile(settings, profile)
         asks = read_asks(workload, requests, rate, burst, prompts, outputs, seed)
         script = parse_faults(read_bytes(faults).decode("utf-8", "replace"), str(faults)) if faults is not None else []
-        draw = _plotter(plot)
+        check_picture(plot)
         started = time.perf_counter()
         with _progress(len(asks)) as ended:
             outcome = run(
@@ -89,7 +89,10 @@ def simulate(
     except Stuck as error:
         raise ConfigError(str(error)) from None
     _tell(outcome, costs, took_s, seed, as_json)
-    draw(outcome)
+    if plot is not None:
+        from cbdisagg_bench.simulate_plot import draw
+
+        draw(outcome, plot)
 
 
 def _workers(text: str) -> tuple[Workers, ...]:
@@ -110,20 +113,6 @@ def _workers(text: str) -> tuple[Workers, ...]:
 
 def _letter(role: Role) -> str:
     return next(letter for letter, named in ROLES.items() if named == role)
-
-
-def _plotter(path: Path | None) -> Callable[[Outcome], None]:
-    """Refused before anything runs if it cannot be drawn."""
-    if path is None:
-        return lambda outcome: None
-    try:
-        from cbdisagg_bench.simulate_plot import draw
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(
-            f"{error.name} is needed: pip install 'cbdisagg[bench]'", param_hint="'--plot'"
-        ) from None
-    check_place(path, "--plot", (".png", ".svg"))
-    return lambda outcome: draw(outcome, path)
 
 
 @contextmanager

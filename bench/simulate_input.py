@@ -74,13 +74,3 @@ def _recorded(source: Path) -> list[Ask]:
 def _events(records: Iterable[tuple[int, float, str, object, int | None]]) -> Iterable[tuple[float, CoordinatorEvent]]:
     for _, now, _, event, _ in records:
         yield now, event  # type: ignore[misc]  # a coordinator's journal holds a coordinator's events
-
-
-def check_place(path: Path | None, option: str, endings: tuple[str, ...] = ()) -> None:
-    """Before anything runs: may a file be written there? `endings`: those of its name, if not all will do."""
-    if path is None:
-        return
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.parent}", param_hint=f"'{option}'")
-    if endings and path.suffix not in endings:
-        raise typer.BadParameter(f"{path}: the name must end in {' or '.join(endings)}", param_hint=f"'{option}'")

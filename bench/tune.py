@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cbdisagg_bench.options import at_least
-from cbdisagg_bench.simulate_input import MADE, check_place, read_asks, read_profile
+from cbdisagg_bench.options import at_least, check_place
+from cbdisagg_bench.simulate_input import MADE, read_asks, read_profile
 from cbdisagg_bench.tune_config import Origin, as_toml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

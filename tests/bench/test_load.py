@@ -329,8 +329,9 @@ async def test_a_file_of_requests_is_asked_at_its_own_times(start, tmp_path: Pat
         (["--prompt-tokens", "some"], "write a number"),
         (["--output-tokens", "0"], "at least 1"),
         (["--file", "EMPTY"], "holds no request"),
-        (["--plot", "load.gif"], ".png, .svg or .pdf"),
-        (["--out", "nowhere/out.json"], "no such folder"),
+        (["--plot", "load.gif"], ".png or .svg or .pdf"),
+        (["--out", "nowhere/out.json"], "there is no folder nowhere"),
+        (["--out", "."], "that is a folder"),
     ],
 )
 async def test_a_wrong_order_is_refused_with_one_line(
