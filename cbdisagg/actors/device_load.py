@@ -35,20 +35,24 @@ class OnDevice:
 
 def load_on_device(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> OnDevice:
     """Raises ConfigError: no such device, too little memory, a model that cannot be served there."""
+    try:
+        return _load(start, config, me, progress)
+    except LinkFailed as error:
+        raise ConfigError(f'[[workers]] device = "{start.device}": {error}') from None
+
+
+def _load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> OnDevice:
     import torch
 
-    from cbdisagg.engine.build import build_device_runner, describe
+    from cbdisagg.engine.build import build_device_runner, describe, weight_bytes
     from cbdisagg.engine.device import open_device
     from cbdisagg.engine.page_copier import KernelCopier
 
     device = open_device(start.device)
-    try:
-        driver = CudaDriver(device.torch_device.index)
-    except LinkFailed as error:
-        raise ConfigError(f'[[workers]] device = "{start.device}": {error}') from None
+    driver = CudaDriver(device.torch_device.index)
     folder, dtype, page_size, cache = Path(start.model), config.model.dtype, config.kv.page_size, cache_folder()
     model = describe(folder, dtype, cache=cache, device=device.torch_device)
-    page_bytes = model.page_bytes(page_size)
+    page_bytes, weights = model.page_bytes(page_size), weight_bytes(folder, dtype, cache)
     _, total = driver.memory()
     room = 0
     if not (config.kv.pages or config.kv.memory_mb):
@@ -56,7 +60,7 @@ def load_on_device(start: Start, config: Config, me: Address, progress: Callable
         room = device_pool_bytes(
             total,
             start.memory_fraction,
-            model.parameters_bytes,
+            weights,
             model.vocab,
             config.scheduler,
             max(2, longest) * model.layers * page_bytes,
@@ -65,18 +69,26 @@ def load_on_device(start: Start, config: Config, me: Address, progress: Callable
     pages, max_len = size_pool(config.kv, config.model.max_len, model.context, model.layers * page_bytes, room)
     pool = create_device_pool(driver, me, model.layers, pages, page_bytes, device.stream)
     progress("loading weights", LOADED)
-    runner = build_device_runner(
-        folder,
-        dtype,
-        pool.memory,
-        page_size,
-        max_len,
-        device,
-        most_slots=2 * config.scheduler.max_batch,  # a static batch's padding has slots of its own
-        most_batch=config.scheduler.max_batch,
-        cache=cache,
-        progress=lambda part: progress("capturing graphs", CAPTURED + part * (1 - CAPTURED)),
-    )
+    try:
+        runner = build_device_runner(
+            folder,
+            dtype,
+            pool.memory,
+            page_size,
+            max_len,
+            device,
+            most_slots=2 * config.scheduler.max_batch,  # a static batch's padding has slots of its own
+            most_batch=config.scheduler.max_batch,
+            cache=cache,
+            progress=lambda part: progress("capturing graphs", CAPTURED + part * (1 - CAPTURED)),
+        )
+    except torch.OutOfMemoryError:
+        kv = pages * model.layers * page_bytes
+        raise ConfigError(
+            f"{start.name} on {start.device}: {weights / 2**30:.1f} GiB of weights and what a step needs find no room "
+            f"beside {kv / 2**30:.1f} GiB of KV cache and what others have there: lower workers.N.memory_fraction, "
+            "kv.memory_mb or kv.pages, scheduler.token_budget or scheduler.max_batch, or serve a smaller model"
+        ) from None
     copier = KernelCopier(
         device.torch_device,
         page_bytes,

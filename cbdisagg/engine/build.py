@@ -52,7 +52,6 @@ class ModelInfo:
     head_dim: int
     vocab: int
     context: int
-    parameters_bytes: int
     fingerprint: str
 
     def page_bytes(self, page_size: int) -> int:
@@ -77,9 +76,16 @@ def describe(
         head_dim=spec.head_dim,
         vocab=spec.vocab,
         context=min(spec.context, spec.window or spec.context),
-        parameters_bytes=sum(path.stat().st_size for path in files),
         fingerprint=f"{_sampled(folder, files)} {dtype} {_ops(dtype, weights, device).name} {LAYOUT}",
     )
+
+
+def weight_bytes(folder: Path, dtype: str, cache: Path | None = None) -> int:
+    """What a model takes on a GPU before its pool: products in `dtype`, and the embedding as it is stored."""
+    spec = read_spec(folder, cache)
+    weights = weights_of(spec, load(folder))
+    numbers = sum(columns * inputs for columns, inputs in (product.shape for product in weights.products()))
+    return numbers * _dtype(dtype).itemsize + weights.embed.nbytes
 
 
 def build_runner(
