@@ -33,7 +33,10 @@ def named(argument: str) -> tuple[str, str]:
     if not equals or "/" in name:
         name, url = "", argument
     url = url.rstrip("/").removesuffix("/v1")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # half a bracket
+        parts = urlsplit("")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise _refused(f"{url!r} is no address like http://127.0.0.1:8000")
     return name or parts.netloc, url

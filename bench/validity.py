@@ -23,6 +23,7 @@ from cbdisagg_bench.load import run as send
 from cbdisagg_bench.load import summarise
 from cbdisagg_bench.options import at_least
 from cbdisagg_bench.service import ServiceFailed, running
+from cbdisagg_bench.simulate_input import read_profile
 from msgspec.structs import replace
 from rich import box
 from rich.console import Console
@@ -31,7 +32,7 @@ from rich.table import Table
 
 from cbdisagg.cli import fail
 from cbdisagg.config import Config, Policy
-from cbdisagg.core.profile import Profile, parse_profile
+from cbdisagg.core.profile import Profile
 from cbdisagg.load import load_config
 from cbdisagg.sim.arrivals import make_workload, parse_lengths
 from cbdisagg.sim.report import report
@@ -80,7 +81,7 @@ def validity(
     Example: cbdisagg bench validity configs/1p1d.toml --profile profile.json
     """
     settings = load_config(config)
-    costs = parse_profile(profile.read_bytes(), str(profile))
+    costs = read_profile(settings, profile)
     try:
         loads = _loads(settings, costs, requests, prompts, outputs, seed)
     except ValueError as error:

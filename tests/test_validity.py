@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cbdisagg_bench.validity import PARTS, _loads, compare, predict
+from cbdisagg_bench.validity import PARTS, _loads, compare, predict, validity
 
-from cbdisagg.config import Config
+from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.profile import parse_profile
 
 PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
@@ -29,3 +29,8 @@ def test_a_prediction_holds_within_its_bound_of_the_median_run() -> None:
     half, tail = compare(2.0, runs, {("TTFT", "p50"): 116.0, ("TTFT", "p99"): 150.0})
     assert (half.measured, half.spread, half.off) == (100.0, 50.0, pytest.approx(0.16))
     assert not half.holds and tail.holds and tail.off == pytest.approx(-0.25)
+
+
+def test_a_folder_is_no_profile(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        validity(PATH.parents[1] / "1p1d.toml", tmp_path)

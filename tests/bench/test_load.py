@@ -348,7 +348,8 @@ async def test_a_wrong_order_is_refused_with_one_line(
 
 async def test_a_server_that_is_not_ready_is_named(start, capsys: pytest.CaptureFixture[str]) -> None:
     running = await start(FakeServer(status=503))
-    for url, right in ((running.url, "is not ready: 503"), ("127.0.0.1:8000", "no address like")):
+    wrong = "no address like"
+    for url, right in ((running.url, "is not ready: 503"), ("127.0.0.1:8000", wrong), ("http://[::1", wrong)):
         assert await asyncio.to_thread(command_line, ["serve", url]) == 1
         (line,) = capsys.readouterr().err.splitlines()
         assert right in line
