@@ -190,7 +190,7 @@ def _devices(config: Config) -> Iterator[Problem]:
     shares: dict[str, float] = {}
     for index, group in enumerate(config.workers):
         key = f"workers.{index}"
-        if not re.fullmatch(r"cpu|cuda:\d{1,3}", group.device):
+        if not re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]?)", group.device):
             yield Problem(f"{key}.device", group.device, 'must be "cpu" or a GPU, as "cuda:0"')
         if group.device == "cpu" and group.memory_fraction:
             yield Problem(f"{key}.memory_fraction", group.memory_fraction, "is for GPUs; on a CPU set [kv] memory_mb")

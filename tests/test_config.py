@@ -78,6 +78,7 @@ REFUSED = {
     "the cores of this machine",
     "[[workers]]\ndevice = 'tpu'": 'x.toml: [workers.0] device = "tpu": must be "cpu" or a GPU, as "cuda:0"',
     "[[workers]]\ndevice = 'cuda'": 'x.toml: [workers.0] device = "cuda": must be "cpu" or a GPU, as "cuda:0"',
+    "[[workers]]\ndevice = 'cuda:00'": 'x.toml: [workers.0] device = "cuda:00": must be "cpu" or a GPU, as "cuda:0"',
     "[[workers]]\nmemory_fraction = 0.5": "x.toml: [workers.0] memory_fraction = 0.5: is for GPUs; on a CPU set "
     "[kv] memory_mb",
     "[[workers]]\ndevice = 'cuda:1'\nmemory_fraction = 0.6\ncount = 2": "x.toml: [workers.0] memory_fraction = 0.6: "
