@@ -217,9 +217,7 @@ class Stream:
         try:
             if express(self._read()):
                 return True
-        except (
-            Exception
-        ) as error:  # the edge of one reader, in a turn that all share: it is raised where that one waits
+        except Exception as error:  # the edge of one reader, in a turn that all share: raised where that one waits
             self._error = error
             return False
         self._unread = runs

@@ -15,11 +15,11 @@ from cbdisagg_kernels.ops import Ops
 from torch import Tensor
 
 from cbdisagg.engine.logprobs import logprobs
+from cbdisagg.engine.philox import WORD
 from cbdisagg.engine.sampler import Drawer
 from cbdisagg.messages import Logprobs
 
 SEED = (1 << 64) - 1
-WORD = (1 << 32) - 1
 MOST_K = (1 << 31) - 1
 
 
