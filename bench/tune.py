@@ -26,13 +26,13 @@ from cbdisagg.config import ConfigError
 from cbdisagg.core.profile import Profile
 from cbdisagg.load import load_config
 from cbdisagg.sim.demand import demand
-from cbdisagg.sim.goodput import Goal, Lab
+from cbdisagg.sim.goodput import Goal, Lab, lasting_s
 from cbdisagg.sim.simulation import Stuck
 from cbdisagg.sim.tune import KNOBS, POLICY, Search, Trial, Tuned
 from cbdisagg.sim.variants import changed, equal_workers
 from cbdisagg.sim.workload import Ask
 
-ENOUGH = 1e6
+ENOUGH = 1_000_000
 """Requests may wait for as long as it takes: how many may is no matter of tuning."""
 
 
@@ -73,16 +73,15 @@ def tune(
     settings = load_config(config, set_ or [])
     costs = read_profile(settings, profile)
     goal = Goal(ttft_ms / 1e3, tpot_ms / 1e3, part)
-    asks = read_asks(workload, requests or (4000 if str(workload) == MADE else 0), 0.0, burst, prompts, outputs, seed)
-    if str(workload) == MADE:
-        asks = read_asks(workload, len(asks), 1.0, burst, prompts, outputs, seed)
-    count = workers or sum(group.count for group in settings.workers)
-    base = changed(equal_workers(settings, count), {"policy.queue_limit": int(ENOUGH)})
+    count, rate = (requests or 4000, 1.0) if str(workload) == MADE else (requests, 0.0)
+    asks = read_asks(workload, count, rate, burst, prompts, outputs, seed)
+    equal = equal_workers(settings, workers or sum(group.count for group in settings.workers))
+    base = changed(equal, {"policy.queue_limit": ENOUGH})
     knobs = [knob for knob in KNOBS if refuse or knob.key != "policy.admission"]
     started = time.perf_counter()
     try:
         with _progress() as (ran, tried):
-            lab = Lab(costs, demand(asks, _seconds(goal, asks)), ran)
+            lab = Lab(costs, demand(asks, lasting_s(goal, asks)), ran)
             found = Search(base, lab, goal, knobs, tried).run(turns)
     except Stuck as error:
         raise ConfigError(str(error)) from None
@@ -97,12 +96,6 @@ def tune(
     if out is not None:
         out.write_text(as_toml(tuned, found, _origin(costs, profile, goal, asks)), encoding="utf-8")
         print(f"Written to {out}. To use it: cbdisagg serve --config {out}", file=sys.stderr if as_json else sys.stdout)
-
-
-def _seconds(goal: Goal, asks: Sequence[Ask]) -> float:
-    """For so long requests come in a run: twice as long as one of them may take."""
-    outputs = sum(ask.output_tokens for ask in asks) / len(asks)
-    return 2 * (goal.ttft_s + goal.tpot_s * outputs)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from cbdisagg.core.profile import Profile
 from cbdisagg.sim.clients import Record
 from cbdisagg.sim.demand import Demand
 from cbdisagg.sim.simulation import simulate
+from cbdisagg.sim.workload import Ask
 
 RUNG = 1.04
 CHUNK, BATCH = 1024, 64
@@ -33,6 +34,12 @@ class Goal:
     ttft_s: float
     tpot_s: float
     part: float = 0.9
+
+
+def lasting_s(goal: Goal, asks: Sequence[Ask]) -> float:
+    """For so long requests come in a run: twice as long as one of them may take."""
+    outputs = sum(ask.output_tokens for ask in asks) / len(asks)
+    return 2 * (goal.ttft_s + goal.tpot_s * outputs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from cbdisagg.core.knobs import configured
 from cbdisagg.core.profile import Profile
 from cbdisagg.messages import Finished, Generate, Knobs, RequestId
 from cbdisagg.sim.demand import demand
-from cbdisagg.sim.goodput import Goal, Lab
+from cbdisagg.sim.goodput import Goal, Lab, lasting_s
 from cbdisagg.sim.tune import KNOBS, Search
 from cbdisagg.sim.variants import Values, changed
 from cbdisagg.sim.workload import Ask
@@ -120,8 +120,7 @@ class Answer(Struct, frozen=True):
 def answer(question: Question) -> Answer:
     targets = question.config.targets
     goal = Goal(targets.ttft_ms / 1e3, targets.tpot_ms / 1e3, PART)
-    outputs = sum(ask.output_tokens for ask in question.asks) / len(question.asks)
-    lab = Lab(question.profile, demand(question.asks, 2 * (goal.ttft_s + outputs * goal.tpot_s)))
+    lab = Lab(question.profile, demand(question.asks, lasting_s(goal, question.asks)))
     search = Search(question.config, lab, goal, LIVE)
     found = search.run(question.most, {"now": _values(question.knobs), **search.starts()})
     now = found.starts["now"]
