@@ -75,23 +75,22 @@ class Cell(Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Of the tuned policy to the better baseline; 1 where nothing keeps the targets."""
-        return self.tuned / self.baseline if self.baseline else 1.0 + (self.tuned > 0)
+        """Of the tuned policy to the better baseline."""
+        return _times(self.tuned, self.baseline)
 
     @property
     def queued_ratio(self) -> float:
         """The same, with nobody refused."""
-        return self.queued / self.baseline if self.baseline else 1.0 + (self.queued > 0)
+        return _times(self.queued, self.baseline)
 
     @property
     def over_deadlines(self) -> float:
         """With nobody refused, over its own setting that only aggregates, with deadline chunks, and over splits."""
-        own = max(self.aggregation[DEADLINES], self.disaggregated)
-        return self.queued / own if own else 1.0 + (self.queued > 0)
+        return _times(self.queued, max(self.aggregation[DEADLINES], self.disaggregated))
 
     @property
     def default_ratio(self) -> float:
-        return self.default / self.baseline if self.baseline else 1.0 + (self.default > 0)
+        return _times(self.default, self.baseline)
 
     @property
     def misses(self) -> str:
@@ -101,6 +100,11 @@ class Cell(Struct, frozen=True):
         if self.balanced and self.ratio < LEAST:
             return f"balanced, under {LEAST}"
         return ""
+
+
+def _times(rate: float, other: float) -> float:
+    """`rate` over `other`; 1 where nothing keeps the targets, 2 where only `rate` does."""
+    return rate / other if other else 1.0 + (rate > 0)
 
 
 class Verdict(Struct, frozen=True):
