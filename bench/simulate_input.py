@@ -52,7 +52,7 @@ def read_asks(source: Path, count: int, rate: float, burst: float, prompts: str,
     asks = _recorded(source) if source.suffix == ".journal" else read_requests(read_bytes(source), str(source))
     if count > len(asks) and not rate:
         raise typer.BadParameter(
-            f"{source} has {len(asks)} requests; for more, give --rate too: they are then drawn from its lengths",
+            f"{source} has {len(asks)} requests; more can be drawn from its lengths at a --rate (cbdisagg simulate)",
             param_hint="'--requests'",
         )
     if count:

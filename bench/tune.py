@@ -48,7 +48,7 @@ def tune(
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
     requests: Annotated[
-        int, typer.Option(callback=at_least(0), help="How many; of a file: as many with its lengths. 0: all of it.")
+        int, typer.Option(callback=at_least(0), help="How many; of a file, the first. 0: all of it, or 4000 made ones.")
     ] = 0,
     prompts: Annotated[str, typer.Option(help="Lengths when made: 512, or lognormal:512:4096.")] = "lognormal:512:4096",
     outputs: Annotated[str, typer.Option(help="As prompts.")] = "lognormal:128:1024",
