@@ -17,7 +17,8 @@ from pathlib import Path
 import aiohttp
 from cbdisagg_bench.batching_latency import Latencies, Rate
 from cbdisagg_bench.batching_lengths import Request, poisson
-from cbdisagg_bench.load import Answer, Ask, Client
+from cbdisagg_bench.load_asks import Ask
+from cbdisagg_bench.load_client import Answer, Client
 from cbdisagg_bench.service import ServiceFailed, running
 from msgspec.structs import replace
 

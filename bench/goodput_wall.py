@@ -15,8 +15,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from cbdisagg_bench.load import Ask, run
-from cbdisagg_bench.load_asks import fill
+from cbdisagg_bench.load_asks import VOCAB, fill
+from cbdisagg_bench.load_client import run
 from cbdisagg_bench.load_report import Aims, goodput
 from cbdisagg_bench.service import running
 from msgspec import Struct
@@ -31,7 +31,6 @@ from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.variants import changed
 
 NAME = "goodput"
-VOCAB = 49_000
 WARM_UP = 4
 POLICY = "policy"
 SHORTFALL = 0.95
@@ -147,7 +146,7 @@ async def _ask(url: str, load: Load, count: int, seed: int, progress: Progress) 
         Lengths(load.prompts, "exponential", 4 * load.prompts),
         Lengths(load.outputs, "exponential", 4 * load.outputs),
     )
-    asks: list[Ask] = fill(make_workload(count, load.rate, *lengths, 0), VOCAB, seed)
+    asks = fill(make_workload(count, load.rate, *lengths, 0), VOCAB, seed)
     answers, _ = await run(url, NAME, asks, count, progress)
     return load.rate * (goodput(answers, Aims(load.ttft_ms, load.tpot_ms)) or 0) / count
 

@@ -17,9 +17,9 @@ from typing import Annotated
 
 import typer
 import uvloop
-from cbdisagg_bench.load_asks import Ask, fill
-from cbdisagg_bench.load_client import Answer, Client, run
-from cbdisagg_bench.load_report import Aims, Report, heading, summarise, summarise_all, table
+from cbdisagg_bench.load_asks import VOCAB, Ask, fill
+from cbdisagg_bench.load_client import Answer, run
+from cbdisagg_bench.load_report import Aims, Report, heading, summarise_all, table
 from cbdisagg_bench.load_servers import Server, check_lengths, find, named
 from cbdisagg_bench.options import at_least, check_picture, check_place
 from rich.console import Console
@@ -29,8 +29,6 @@ from cbdisagg.config import ConfigError
 from cbdisagg.sim import workload
 from cbdisagg.sim.arrivals import Lengths, make_workload, parse_lengths, rearrive
 from cbdisagg.sim.traces import read_requests
-
-__all__ = ["Answer", "Ask", "Client", "load", "run", "summarise"]
 
 REQUESTS = 64
 CONCURRENCY = 16
@@ -84,7 +82,7 @@ def load(
     prompt_tokens: Annotated[str, typer.Option(help="128, uniform:128, exponential:128:512 (mean, most).")] = "128",
     output_tokens: Annotated[str, typer.Option(help="As prompts.")] = "exponential:32:128",
     text: Annotated[bool, typer.Option("--text", help="Prompts of words instead of token ids.")] = False,
-    vocab: Annotated[int, typer.Option(callback=at_least(1), help="Token ids are drawn below this.")] = 49_000,
+    vocab: Annotated[int, typer.Option(callback=at_least(1), help="Token ids are drawn below this.")] = VOCAB,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
     ttft_ms: Annotated[float, typer.Option(callback=at_least(0), help="Target for goodput; 0: none.")] = 0.0,
     tpot_ms: Annotated[float, typer.Option(callback=at_least(0), help="The same.")] = 0.0,

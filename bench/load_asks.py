@@ -22,6 +22,8 @@ _TEXT = (
 )
 WORDS = _TEXT.split()
 """Each is one token with its space, for most tokenizers."""
+VOCAB = 49_000
+"""Ids below this are tokens of the embedded model, and of most others."""
 SHARED, OWN = 0, 1
 """What a stream of random ids is for: a block that others may have too, or the rest of one prompt."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Annotated
 import msgspec
 import typer
 import uvloop
-from cbdisagg_bench.load_asks import Ask
+from cbdisagg_bench.load_asks import VOCAB, Ask, fill
 from cbdisagg_bench.load_client import Answer, run
 from cbdisagg_bench.options import at_least
 from cbdisagg_bench.overhead_bare import Order
@@ -36,8 +35,7 @@ from cbdisagg.cli import fail
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.load import environment, load_config
 from cbdisagg.prepare import prepare_model, served_name
-
-VOCAB = 49_000
+from cbdisagg.sim.arrivals import Lengths, make_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,8 @@ def overhead(
         with Progress(console=Console(stderr=True), transient=True) as progress:
             order = _order(chosen, batch, prompt_tokens, output_tokens)
             given = ("--config", str(config), *(word for each in settings or [] for word in ("--set", each)))
-            asks = [_ask(n, prompt_tokens, output_tokens) for n in range(batch * (rounds + 1))]
+            lengths = Lengths(prompt_tokens), Lengths(output_tokens)
+            asks = fill(make_workload(batch * (rounds + 1), 0.0, *lengths, 0), VOCAB, 0)
             batches = [asks[first : first + batch] for first in range(0, len(asks), batch)]
             found = uvloop.run(_measure(given, served_name(chosen.model), order, batches, port, progress))
     except (ConfigError, ServiceFailed) as error:
@@ -97,11 +96,6 @@ def _order(config: Config, batch: int, prompt: int, output: int) -> Order:
 
 def _decoder(spots: Sequence[Spot]) -> Spot:
     return next((spot for spot in spots if spot.role != "prefill"), spots[0])
-
-
-def _ask(number: int, prompt: int, output: int) -> Ask:
-    ids = random.Random(number)
-    return Ask(0.0, [ids.randrange(VOCAB) for _ in range(prompt)], output)
 
 
 async def _measure(

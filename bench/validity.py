@@ -8,6 +8,7 @@ that. Loads are parts of the rate at which the simulated service is saturated.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
 import tempfile
@@ -16,11 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
-from cbdisagg_bench.load import Ask as Sent
-from cbdisagg_bench.load import run as send
-from cbdisagg_bench.load import summarise
+from cbdisagg_bench.load_asks import VOCAB, fill
+from cbdisagg_bench.load_client import run as send
+from cbdisagg_bench.load_report import summarise
 from cbdisagg_bench.options import at_least
 from cbdisagg_bench.service import ServiceFailed, running
 from cbdisagg_bench.simulate_input import read_profile
@@ -43,7 +43,6 @@ PARTS = (0.3, 0.6, 0.85)
 BOUNDS = {"p50": 0.15, "p99": 0.30}
 """How far off a prediction may be, as a part of what was measured."""
 NAME = "validity"
-VOCAB = 49_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +134,20 @@ async def _measure(
     The service decides by the same profile as the simulator's.
     """
     figures: list[list[Figures]] = [[] for _ in loads]
-    random = np.random.default_rng(seed)
+    seeds = itertools.count(seed)
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
         settings = (f"model.served_name={NAME}", f"profile.path={profile}")
         options = ("--config", str(config), *(word for setting in settings for word in ("--set", setting)))
         async with running(NAME, options, Path(folder) / "stderr") as service:
-            await _send(service.url, loads[0][:5], random, progress)  # the first requests warm up
+            await _send(service.url, loads[0][:5], next(seeds), progress)  # the first requests warm up
             for _ in range(runs):
                 for n, asks in enumerate(loads):
-                    figures[n].append(await _send(service.url, asks, random, progress))
+                    figures[n].append(await _send(service.url, asks, next(seeds), progress))
     return figures
 
 
-async def _send(url: str, asks: Sequence[Ask], random: np.random.Generator, progress: Progress) -> Figures:
-    sent = [Sent(ask.arrival_s, random.integers(0, VOCAB, ask.length).tolist(), ask.output_tokens) for ask in asks]
+async def _send(url: str, asks: Sequence[Ask], seed: int, progress: Progress) -> Figures:
+    sent = fill(asks, VOCAB, seed)
     answers, seconds = await send(url, NAME, sent, len(sent), progress)
     problems = [answer.error for answer in answers if answer.error]
     if problems:
