@@ -8,7 +8,6 @@ the virtual clock and a profile's costs; `--clock wall` does a small grid on ser
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 import time
@@ -31,6 +30,7 @@ from cbdisagg_bench.simulate_input import read_bytes
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cbdisagg.actors.cores import usable_cores
 from cbdisagg.cli import fail
 from cbdisagg.core.profile import Profile, parse_profile
 from cbdisagg.load import load_config
@@ -134,7 +134,7 @@ def _on_this_machine(
 ) -> None:
     settings = load_config(config)
     wanted = goodput_wall.loads(rates, LENGTHS, settings.targets)
-    configs = goodput_wall.systems(settings, settings.targets, len(os.sched_getaffinity(0)))
+    configs = goodput_wall.systems(settings, settings.targets, usable_cores().at_once)
     columns = (TextColumn("{task.description:>40}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     try:
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
