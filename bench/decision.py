@@ -12,12 +12,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from cbdisagg_bench.options import at_least, numbers
-from cbdisagg_bench.simulate_input import read_bytes
+from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +29,6 @@ from cbdisagg.sim.fleet import Layout
 from cbdisagg.sim.service import Service
 from cbdisagg.sim.workload import Ask, prompts
 
-PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 RACK = 20
 LIMITS_US = {16: 100.0, 1000: 1000.0}
 """Workers -> microseconds that a decision may take."""

@@ -26,7 +26,7 @@ from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
 from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, numbers
 from cbdisagg_bench.service import ServiceFailed
-from cbdisagg_bench.simulate_input import read_bytes
+from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -37,7 +37,6 @@ from cbdisagg.load import load_config
 from cbdisagg.sim.demand import FEWEST, Demand
 from cbdisagg.sim.goodput import Lab
 
-PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 PARTS = (0.9, 0.99)
 LENGTHS = ((128, 32), (512, 16))
 """Wall clock: tokens of prompts and answers."""

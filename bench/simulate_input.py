@@ -19,6 +19,8 @@ from cbdisagg.sim.traces import read_recorded, read_requests
 from cbdisagg.sim.workload import Ask
 
 MADE = "made"
+PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
+"""Where none is asked for."""
 
 
 def read_bytes(path: Path) -> bytes:
