@@ -15,7 +15,7 @@ from cbdisagg_bench.batching_run import Results
 from cbdisagg_bench.batching_tables import Rows
 from cbdisagg_bench.batching_theory import CAVEATS, static_batch
 from cbdisagg_bench.pictures.batch import draw_batch, draw_roofline
-from cbdisagg_bench.pictures.grids import iteration_grid, token_grid
+from cbdisagg_bench.pictures.grids import iteration_grid, slots_of, token_grid
 from cbdisagg_bench.pictures.latency import draw_cdfs, draw_phases, draw_tails
 from cbdisagg_bench.pictures.memory import draw_memory
 from cbdisagg_bench.pictures.slots import Panel, draw_slots
@@ -107,7 +107,7 @@ def draw_golden(folder: Path) -> None:
 def draw_run_slots(folder: Path, results: Results, cap: int) -> None:
     static, paged = (results.runs[cap, name].burst.trace.steps[:STEPS_SHOWN] for name in ("S1", "S3"))
     batch = static_batch(results.scale, cap)
-    slots = min(SLOTS_SHOWN, max(cell.slot for step in paged for cell in step.cells) + 1)
+    slots = min(SLOTS_SHOWN, slots_of(paged))
     rest = f"memory for {slots - batch} more,\nreserved for lengths that hardly any answer has"
     panels = [
         Panel(f"S1, a static batch of {batch}", "iteration", iteration_grid(static, min(SLOTS_SHOWN, batch)), rest),

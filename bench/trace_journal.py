@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from cbdisagg_bench.batching_memory import filled_of_held, shares
 from cbdisagg_bench.options import at_least
-from cbdisagg_bench.pictures.grids import iteration_grid
+from cbdisagg_bench.pictures.grids import iteration_grid, slots_of
 from cbdisagg_bench.pictures.terminal import legend, slots_text
 from cbdisagg_bench.trace import Trace, chrome_events, mean_batch, trace_journal
 from rich.console import Console
@@ -73,15 +73,11 @@ def figures(found: Trace) -> dict[str, float]:
     }
 
 
-def slots_of(found: Trace, first: int, steps: int) -> int:
-    """Rows that a picture of these steps needs."""
-    return max(cell.slot for step in found.steps[first : first + steps] for cell in step.cells) + 1
-
-
 def _show(found: Trace, first: int) -> None:
     console = Console()
-    grid = iteration_grid(found.steps[first : first + COLUMNS], slots_of(found, first, COLUMNS))
-    console.print(slots_text(f"steps {first} to {first + len(grid.rows[0]) - 1}", grid))
+    shown = found.steps[first : first + COLUMNS]
+    grid = iteration_grid(shown, slots_of(shown))
+    console.print(slots_text(f"steps {first} to {first + len(shown) - 1}", grid))
     console.print(legend())
     for name, value in figures(found).items():
         console.print(f"{name:>18} {value:,.3f}" if isinstance(value, float) else f"{name:>18} {value:,}")

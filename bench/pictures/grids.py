@@ -49,6 +49,11 @@ class Grid:
         return "\n".join("".join(LETTERS[square.mark] for square in row) for row in self.rows)
 
 
+def slots_of(steps: Sequence[Step]) -> int:
+    """Rows that a picture of these steps needs."""
+    return max(cell.slot for step in steps for cell in step.cells) + 1
+
+
 def iteration_grid(steps: Sequence[Step], slots: int) -> Grid:
     """A column for each step. A prompt's step is yellow, though it gives a token too."""
     rows = [[Square("wasted")] * len(steps) for _ in range(slots)]

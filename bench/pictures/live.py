@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import matplotlib as mpl
-from cbdisagg_bench.pictures.grids import iteration_grid
+from cbdisagg_bench.pictures.grids import iteration_grid, slots_of
 from cbdisagg_bench.pictures.memory import stack
 from cbdisagg_bench.pictures.slots import Panel, draw_slots
 from cbdisagg_bench.pictures.style import SETTINGS, figure, save
@@ -15,8 +15,7 @@ from cbdisagg_bench.trace import Trace
 def draw_live(folder: Path, trace: Trace, first: int, steps: int) -> None:
     """`steps` steps from `first` on as slots; the whole trace as memory. slots.png and memory.png, and as SVG."""
     chosen = trace.steps[first : first + steps]
-    slots = max(cell.slot for step in chosen for cell in step.cells) + 1
-    panels = [Panel(f"steps {first} to {first + len(chosen) - 1}", "step", iteration_grid(chosen, slots))]
+    panels = [Panel(f"steps {first} to {first + len(chosen) - 1}", "step", iteration_grid(chosen, slots_of(chosen)))]
     draw_slots(folder, "slots", "Slots of a worker", panels)
     with mpl.rc_context(SETTINGS):
         made, axes = figure(8, 3.6)

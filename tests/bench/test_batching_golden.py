@@ -36,7 +36,6 @@ def test_continuous_batching_fills_each_row_as_the_article_draws_it() -> None:
     grid = token_grid(golden(SEVEN, "continuous").trace.steps, SLOTS, COLUMNS)
     assert grid.text() == "pppddEpd\nppdddddE\npppdEppd\nppppddEp"
     assert grid.wasted == 0
-    enters = {row[column].request + 1: (n + 1, column + 1) for n, row in enumerate(grid.rows) for column in (5, 6, 7)}
     assert {row[-1].request + 1 for row in grid.rows} == {2, 5, 6, 7}
     firsts = {
         request: min(
@@ -47,7 +46,7 @@ def test_continuous_batching_fills_each_row_as_the_article_draws_it() -> None:
         )
         for request in (5, 6, 7)
     }
-    assert firsts == {5: (3, 6), 6: (1, 7), 7: (4, 8)} and enters
+    assert firsts == {5: (3, 6), 6: (1, 7), 7: (4, 8)}
 
 
 def test_seven_sequences_take_a_second_static_batch() -> None:
