@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 from cbdisagg_bench.batching_golden import COLUMNS, FOUR, SEVEN, SLOTS, golden
-from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS
+from cbdisagg_bench.batching_latency import ARTICLE_QPS, FRACTIONS, TAILED
 from cbdisagg_bench.batching_lengths import SEED
 from cbdisagg_bench.batching_measure import measure
 from cbdisagg_bench.batching_outcome import Report
@@ -25,7 +25,7 @@ from cbdisagg_bench.batching_parts import PARTS, Plan
 from cbdisagg_bench.batching_scales import SCALES, Scale
 from cbdisagg_bench.batching_systems import SYSTEMS
 from cbdisagg_bench.batching_theory import CAVEATS
-from cbdisagg_bench.options import at_least, chosen, numbers
+from cbdisagg_bench.options import at_least, chosen, make_folder, numbers
 from cbdisagg_bench.pictures.grids import token_grid
 from cbdisagg_bench.pictures.terminal import bars, legend, side_by_side, slots_text, table
 from cbdisagg_bench.service import ServiceFailed
@@ -33,6 +33,7 @@ from rich.console import Console
 
 from cbdisagg.cli import fail
 from cbdisagg.config import ConfigError
+from cbdisagg.validate import RANGES
 
 CLOCKS = ("virtual", "wall")
 QUICK_ARRIVALS, QUICK_QPS, QUICK_FRACTIONS = 20, (4.0,), (0.8,)
@@ -94,15 +95,19 @@ def batching(
     chosen("--clock", [clock], CLOCKS)
     names = _some("--systems", systems, SYSTEMS)
     (scale_name,) = chosen("--scale", [scale or ("cpu" if clock == "wall" else "a100")], SCALES)
+    made = _some("--parts", parts, PARTS)
+    if port > RANGES["http.port"][1]:
+        raise typer.BadParameter(f"{port} is not a port, from 0 to {RANGES['http.port'][1]}", param_hint="'--port'")
     if out is not None and find_spec("matplotlib") is None:
         fail("--out draws pictures with matplotlib, which is not there: pip install 'cbdisagg[bench]'")
     where = _device(device, clock, scale_name)
     chosen("--dtype", [dtype], ("bfloat16", "float32") if where == "cpu" else ("bfloat16", "float32", "float16"))
-    size = _sized(SCALES[scale_name], caps, pool, names)
+    size = _sized(SCALES[scale_name], caps, pool, [*names, *(TAILED if "tails" in made else ())])
+    make_folder(out, "--out")
     plan = Plan(
         clock=clock,
         scale=replace(size, arrivals=arrivals or (QUICK_ARRIVALS if quick else size.arrivals)),
-        parts=_some("--parts", parts, PARTS),
+        parts=made,
         systems=names,
         requests=requests or (size.quick if quick else size.requests),
         rates=(

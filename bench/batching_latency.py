@@ -24,6 +24,8 @@ from cbdisagg.sim.workload import Ask
 
 ARTICLE_QPS = (1.0, 4.0)
 FRACTIONS = (0.5, 0.8, 0.95)
+TAILED = ("S4r", "S4")
+"""Whose tails are shown, whatever systems are compared: the same two workers, colocated and not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ def tails(
     qps = load * capacity(scale, "S4r", requests, profile)
     arrivals = poisson(len(requests), qps)
     found = []
-    for system in ("S4r", "S4"):
+    for system in TAILED:
         for chunk in chunks:
             progress(f"{system}, chunks of {chunk or 'whole prompts'}")
             config = config_of(scale, system, requests)

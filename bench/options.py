@@ -53,6 +53,16 @@ def check_place(path: Path | None, option: str, endings: tuple[str, ...] = ()) -
         raise typer.BadParameter(f"{path}: the name must end in {' or '.join(endings)}", param_hint=f"'{option}'")
 
 
+def make_folder(path: Path | None, option: str) -> None:
+    """Before anything runs: the folder that files are to be written to."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint=f"'{option}'") from None
+
+
 def check_picture(path: Path | None, endings: tuple[str, ...] = (".png", ".svg")) -> None:
     """The same of `--plot`, which needs matplotlib."""
     check_place(path, "--plot", endings)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 from cbdisagg_bench.batching_memory import filled_of_held, shares
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.options import at_least, check_place, make_folder
 from cbdisagg_bench.pictures.grids import iteration_grid, slots_of
 from cbdisagg_bench.pictures.terminal import legend, slots_text
 from cbdisagg_bench.trace import Trace, chrome_events, mean_batch, trace_journal
@@ -40,6 +40,8 @@ def trace(
     """
     if pictures is not None and find_spec("matplotlib") is None:
         fail("--pictures needs matplotlib, which is not there: pip install 'cbdisagg[bench]'")
+    check_place(chrome, "--chrome")
+    make_folder(pictures, "--pictures")
     try:
         found = trace_journal(journal)
     except JournalError as error:

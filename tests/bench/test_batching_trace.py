@@ -129,3 +129,7 @@ def test_the_command_refuses_what_is_no_workers_journal(
     _, path = recorded(tmp_path / "worker", "S3")
     assert command_line([str(path), "--first", "1000000"], monkeypatch) == 1
     assert "--first 1000000" in capsys.readouterr().err
+    for option in ("--chrome", "--pictures"):
+        assert command_line([str(path), option, str(path / "there")], monkeypatch) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert option in line and str(path) in line
