@@ -17,7 +17,7 @@ from pathlib import Path
 from cbdisagg_bench.batching_burst import Burst
 from cbdisagg_bench.batching_http import ask_all, asked
 from cbdisagg_bench.batching_lengths import Request
-from cbdisagg_bench.trace import Trace, replay
+from cbdisagg_bench.trace import Trace, decoding, replay
 from msgspec.structs import replace
 
 from cbdisagg.actors.journal import read_journal
@@ -47,7 +47,7 @@ async def live_burst(
         output_tokens=sum(map(len, outputs)),
         preemptions=sum(worker.core.reporter.preemptions for worker in workers),
         returned=all(worker.core.pages.available() == worker.core.pages.total for worker in workers),
-        trace=next(worker.trace for worker in workers if worker.core.info.role != "prefill"),
+        trace=decoding([(worker.core, worker.trace) for worker in workers]),
         outputs=outputs,
     )
 

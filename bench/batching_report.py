@@ -70,7 +70,7 @@ def draw_all(report: Report, folder: Path) -> list[str]:
     if report.latencies:
         draw_phases(folder, report.latencies, results.scale.name)
         names.append("latency_phases")
-    if report.tails:
+    if any(point.gap_p99 for point in report.tails):  # answers of one token have no gaps
         draw_tails(folder, report.tails, report.load, results.scale.name)
         names.append("tails")
     return names

@@ -134,6 +134,12 @@ def _cell(request: Request, part: Slice, wanted: bool, drawn: int) -> Cell:
     return Cell(part.slot, request.spec.id, phase, part.start, part.count, drawn, last)
 
 
+def decoding(workers: Sequence[tuple[WorkerCore, Trace]]) -> Trace:
+    """That of the first worker which decodes and had something to do; if none had, answers ended with their prompts."""
+    busy = [(core, trace) for core, trace in workers if trace.steps]
+    return min(busy, key=lambda one: one[0].info.role == "prefill")[1]
+
+
 def trace_journal(first: Path, detail: int = 1 << 30) -> Trace:
     """The steps in a worker's journal. Raises JournalError if it is none, or the coordinator's."""
     for core, now, event, effects in replay(first):

@@ -148,6 +148,13 @@ def test_a_part_can_be_left_out(
     assert (found["runs"], found["checks"]) == ([], [])  # nothing holds of what was not run
 
 
+def test_answers_of_one_token_have_no_decodes_and_no_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ["--scale", "cpu", "--caps", "1", "--requests", "3", "--arrivals", "2", "--systems", "S1,S3,S4,S4r"]
+    assert command_line([*tiny, "--out", str(tmp_path)], monkeypatch) == 0
+    names = {path.stem for path in (tmp_path / "pictures").glob("*.png")}
+    assert "batch" in names and "tails" not in names
+
+
 def test_only_memory_bounds_a_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a pool for more sequences than the scale runs at once, the formulas of static batching hold too."""
     large = ["--scale", "gpu", "--pool", "60000", "--caps", "4", "--requests", "200", "--systems", "S0,S1,S3"]
