@@ -63,7 +63,10 @@ def _workers(config: Config) -> list[str]:
     lines = []
     for group in config.workers:
         lines += ["[[workers]]", f'role = "{group.role}"'.ljust(27) + "# what a worker may do is set by the pins below"]
-        lines += [f"count = {group.count}".ljust(27) + "# as given", ""]
+        lines += [f"count = {group.count}".ljust(27) + "# as given"]
+        if group.device != "cpu":
+            lines += [f'device = "{group.device}"'.ljust(27) + "# as given"]
+        lines += [""]
     return lines
 
 

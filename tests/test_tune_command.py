@@ -44,6 +44,14 @@ def test_what_it_writes_is_what_it_found_and_serve_loads_it(tmp_path: Path, caps
     assert "keeps up with" in text and "40 requests of" in text
 
 
+def test_workers_stay_on_their_devices(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.toml"
+    given = ("--config", str(ROOT / "configs" / "gpu-2p2d.toml"), "--set", "kv.memory_mb=2048", "--workers", "5")
+    call("made", *GIVEN, *SMALL, "--turns", "0", *given, "--out", str(out), "--json")
+    devices = [(group.device, group.count) for group in load_config(out).workers]
+    assert devices == [("cuda:0", 2), ("cuda:1", 1), ("cuda:2", 1), ("cuda:3", 1)]
+
+
 def test_who_may_not_refuse_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     call("made", *GIVEN, *SMALL, "--turns", "30", "--no-refuse", "--json")
     told = json.loads(capsys.readouterr().out)

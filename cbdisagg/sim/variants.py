@@ -6,6 +6,7 @@ same policy: aggregation, and x workers that only prefill with y that only decod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
@@ -31,8 +32,10 @@ def splits(workers: int) -> Iterator[tuple[int, int]]:
 
 
 def equal_workers(config: Config, count: int) -> Config:
-    """With `count` workers that do both, in place of the config's; threads and cores are shared out anew."""
-    return replace(config, workers=(Workers(role="any", count=count),))
+    """With `count` workers that do both, on the devices of the config's; threads, cores and memory shared out anew."""
+    theirs = [group.device for group in config.workers for _ in range(group.count)]
+    each = Counter(theirs[n % len(theirs)] for n in range(count))
+    return replace(config, workers=tuple(Workers(role="any", count=n, device=device) for device, n in each.items()))
 
 
 def changed(config: Config, values: Values) -> Config:
