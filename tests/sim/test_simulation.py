@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_world import config, costs
 
+from cbdisagg.actors.placement import worker_names
 from cbdisagg.config import Policy
 from cbdisagg.core.invariants import check_coordinator, check_worker
 from cbdisagg.core.profile import Host
@@ -258,6 +259,7 @@ def test_pages_move_within_a_rack_only_and_the_load_is_spread_over_all_racks() -
     )
     outcome = simulate(service, costs(h=0.02), asks, layout, observer=watch)
     check_all_there(outcome, asks)
+    assert [place.name for place in places(service, layout)] == worker_names(service.workers)
     racks = {place.name: place.rack for place in places(service, layout)}
     assert len(set(racks.values())) == 10 and told
     assert all(racks[asking] == racks[asked] for asking, asked in told)
