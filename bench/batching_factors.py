@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from cbdisagg_bench.batching_burst import run_burst
 from cbdisagg_bench.batching_run import Results
+from cbdisagg_bench.batching_scales import SCALES
 from cbdisagg_bench.batching_systems import SYSTEMS
 from cbdisagg_bench.batching_theory import PUBLISHED_BATCH, PUBLISHED_STATIC, PUBLISHED_VLLM
 
-ARTICLE_CAP = 1536
+ARTICLE = SCALES["a100"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,11 @@ class Factor:
 
 
 def factors(results: Results) -> list[Factor]:
-    """Empty if a system of the chain, or the largest cap, was left out."""
+    """Empty if a system of the chain, or the largest cap, was left out, or if that cap is none of the article's."""
     scale, cap = results.scale, results.scale.caps[-1]
-    if any((cap, name) not in results.runs for name in ("S1", "S2", "S3")):
+    batch = PUBLISHED_BATCH.get(cap * ARTICLE.prompt // scale.prompt)  # other scales are the article's, divided
+    if batch is None or any((cap, name) not in results.runs for name in ("S1", "S2", "S3")):
         return []
-    batch = PUBLISHED_BATCH[ARTICLE_CAP]
     requests = results.requests[cap]
     small = {}
     for name in ("S0", "S1"):
@@ -45,8 +46,11 @@ def factors(results: Results) -> list[Factor]:
     for factor in found:
         product *= factor.value
     found.append(Factor("product", product, "S3 over the article's baseline, same model code and kernels"))
-    if scale.name == "a100":
-        published = PUBLISHED_VLLM[ARTICLE_CAP] / PUBLISHED_STATIC[ARTICLE_CAP]
-        found.append(Factor("published", published, "vLLM over the static baseline: 1898 / 81 tokens per second"))
+    if scale.name == ARTICLE.name and cap in PUBLISHED_STATIC and len(requests) == ARTICLE.requests:
+        vllm, static = PUBLISHED_VLLM[cap], PUBLISHED_STATIC[cap]
+        published = vllm / static
+        found.append(
+            Factor("published", published, f"vLLM over the static baseline: {vllm} / {static} tokens per second")
+        )
         found.append(Factor("kernels and all else", published / product, "published over our product"))
     return found

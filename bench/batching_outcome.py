@@ -47,7 +47,7 @@ class Report:
         if self.factors:
             found.append(factor_rows(self.factors))
         if self.latencies:
-            found.append(latency_rows(self.latencies, self.results.scale.name))
+            found.append(latency_rows(self.latencies, self.results.scale))
         if self.tails:
             found.append(tail_rows(self.tails, self.load))
         return found

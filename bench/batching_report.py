@@ -65,7 +65,7 @@ def draw_all(report: Report, folder: Path) -> list[str]:
     if results.runs:
         names = ["throughput", *names, *_draw_bursts(folder, results, results.caps[-1])]
     if any(not one.rate.fraction for one in report.latencies):
-        draw_cdfs(folder, report.latencies, results.scale.name)
+        draw_cdfs(folder, report.latencies, results.scale)
         names.append("latency_cdf")
     if report.latencies:
         draw_phases(folder, report.latencies, results.scale.name)

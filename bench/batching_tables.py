@@ -10,8 +10,9 @@ from cbdisagg_bench.batching_factors import Factor
 from cbdisagg_bench.batching_latency import Latencies, Tail
 from cbdisagg_bench.batching_memory import shares
 from cbdisagg_bench.batching_run import Results
+from cbdisagg_bench.batching_scales import Scale
 from cbdisagg_bench.batching_systems import SYSTEMS
-from cbdisagg_bench.batching_theory import EXPECTED, PUBLISHED_MEDIAN_S, PUBLISHED_VLLM, iteration_gain, static_batch
+from cbdisagg_bench.batching_theory import EXPECTED, PUBLISHED_VLLM, iteration_gain, published_median_s, static_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,12 @@ def throughput_rows(results: Results) -> list[Rows]:
     return tables
 
 
-def latency_rows(seen: Sequence[Latencies], scale: str) -> Rows:
+def latency_rows(seen: Sequence[Latencies], scale: Scale) -> Rows:
     rows = []
-    article = scale == "a100"
+    medians = {one.rate: None if one.rate.fraction else published_median_s(scale, one.rate.qps) for one in seen}
+    article = any(medians.values())
     for one in seen:
-        published = PUBLISHED_MEDIAN_S.get(one.rate.qps) if not one.rate.fraction else None
+        published = medians[one.rate]
         rows.append(
             (
                 one.system,

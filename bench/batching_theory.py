@@ -16,11 +16,10 @@ PUBLISHED_VLLM = {32: 6121, 128: 3592, 512: 2029, 1536: 1898}
 """tokens/s of vLLM on an A100-40GB, by cap (Anyscale, June 2023)."""
 PUBLISHED_STATIC = {1536: 81}
 """tokens/s of the article's static baseline."""
-PUBLISHED_FACTOR = 23.0
 PUBLISHED_BATCH = {32: 16, 128: 12, 512: 8, 1536: 4}
 """The article's static batch sizes."""
 PUBLISHED_MEDIAN_S = {1.0: 3.6, 4.0: 4.6}
-"""Queries per second -> median end-to-end latency of vLLM."""
+"""Queries per second -> median end-to-end latency of vLLM, with the largest cap."""
 PUBLISHED_FILLED = {"reserve-max": 0.204, "reserve-pow2": 0.268, "reserve-oracle": 0.382, "paged": 0.963}
 """The part of the KV memory that holds tokens (vLLM paper, SOSP 2023). Its power of two knows the final length."""
 EXPECTED: dict[str, dict[int, dict[str, float]]] = {
@@ -57,6 +56,12 @@ CAVEATS = (
     "power-of-two allocator knows the final length up to a factor of two, which no server does.",
     "Reservations are made of pages: a static batch is the pool's pages divided by those of max_len.",
 )
+
+
+def published_median_s(scale: Scale, qps: float) -> float | None:
+    """None where the article tells nothing, or tells it of another machine or cap."""
+    same = scale.name == "a100" and scale.caps[-1] == max(PUBLISHED_VLLM)
+    return PUBLISHED_MEDIAN_S.get(qps) if same else None
 
 
 def static_batch(scale: Scale, cap: int) -> int:

@@ -8,15 +8,16 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from cbdisagg_bench.batching_latency import Latencies, Tail
+from cbdisagg_bench.batching_scales import Scale
 from cbdisagg_bench.batching_systems import SYSTEMS as ALL
-from cbdisagg_bench.batching_theory import PUBLISHED_MEDIAN_S
+from cbdisagg_bench.batching_theory import published_median_s
 from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
 
 NEAR = 0.06
 """Points closer than this part of both axes share a label."""
 
 
-def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
+def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: Scale) -> None:
     """One panel for each of the article's rates."""
     rates = sorted({one.rate.qps for one in seen if not one.rate.fraction})
     with mpl.rc_context(SETTINGS):
@@ -27,8 +28,8 @@ def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
                 share = np.arange(1, len(values) + 1) / len(values)
                 look = {"color": SYSTEMS[one.system], "ls": LINES.get(one.system, "-"), "lw": 1.3}
                 panel.step(values, share, where="post", label=ALL[one.system].label, **look)
-            if scale == "a100" and qps in PUBLISHED_MEDIAN_S:
-                published = PUBLISHED_MEDIAN_S[qps]
+            published = published_median_s(scale, qps)
+            if published is not None:
                 panel.plot(published, 0.5, "*", color="black", ms=9, label="published median: vLLM, A100")
             panel.axhline(0.5, color="#888888", lw=0.8, ls=":")
             panel.set_xscale("log")
@@ -39,7 +40,7 @@ def draw_cdfs(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
         axes[0][0].set_ylabel("part of the requests")
         handles, labels = axes[0][0].get_legend_handles_labels()
         made.legend(handles, labels, loc="outside lower center", ncols=3)
-        made.suptitle(f"End-to-end latency of {len(seen[0].e2e)} requests, Poisson arrivals, scale {scale}")
+        made.suptitle(f"End-to-end latency of {len(seen[0].e2e)} requests, Poisson arrivals, scale {scale.name}")
         save(made, folder, "latency_cdf")
 
 

@@ -155,6 +155,21 @@ def test_answers_of_one_token_have_no_decodes_and_no_gaps(tmp_path: Path, monkey
     assert "batch" in names and "tails" not in names
 
 
+@pytest.mark.parametrize(("cap", "batch", "published"), [(32, 16, False), (1536, 4, True), (40, 0, False)])
+def test_published_figures_stand_beside_the_same_cap_only(
+    cap: int, batch: int, published: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--caps", str(cap), "--requests", "12", "--arrivals", "2", "--systems", "S1,S2,S3", "--qps", "4", "--json"]
+    assert command_line([*few, "--fractions", "", "--parts", "throughput,latency"], monkeypatch) == 0
+    tables = {table["title"].partition(" ")[0]: table for table in json.loads(capsys.readouterr().out)["tables"]}
+    assert ("published" in tables["latency"]["columns"]) == published
+    assert ("where" in tables) == bool(batch)
+    if batch:
+        parts = {row[0]: row[2] for row in tables["where"]["rows"]}
+        assert f"batches of {batch} end" in parts["baseline artefact"]
+        assert "published" not in parts  # that is of 1000 requests
+
+
 def test_only_memory_bounds_a_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a pool for more sequences than the scale runs at once, the formulas of static batching hold too."""
     large = ["--scale", "gpu", "--pool", "60000", "--caps", "4", "--requests", "200", "--systems", "S0,S1,S3"]
