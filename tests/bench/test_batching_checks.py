@@ -97,6 +97,13 @@ def test_a_spoilt_outcome_is_noticed(spoil: Callable[[Results], Results], told: 
     assert any(told in text for text in failing(spoil(cpu)))
 
 
+def test_what_was_not_run_is_not_said_to_hold() -> None:
+    size = SCALES["cpu"]
+    results = Results(size, "virtual", size.profile, workloads(size, (4,), 8, size.vocab, 0xCADE))
+    run_virtual(results, ("S3",), lambda text: None)
+    assert [check.text for check in checks(results, exact_tokens=True)] == ["all pages are returned"]
+
+
 def test_wasted_pages_are_noticed() -> None:
     size = SCALES["gpu"]
     results = Results(size, "virtual", size.profile, workloads(size, (32,), COUNT, size.vocab, 0xCADE))
