@@ -22,7 +22,7 @@ def draw_batch(folder: Path, results: Results, cap: int) -> None:
             run = results.runs[cap, name].burst
             at, batch = _averaged(run.trace.steps)
             label = f"{ALL[name].label}: mean {run.mean_batch:.1f}, {_seconds(run.seconds)}"
-            axes.step(at, batch, LINES.get(name, "-"), where="mid", color=SYSTEMS[name], lw=1.2, label=label)
+            axes.step(at, batch, LINES.get(name, "-"), where="pre", color=SYSTEMS[name], lw=1.2, label=label)
         axes.set_xlabel("part of the run's own time")
         axes.xaxis.set_major_formatter(mpl.ticker.PercentFormatter(1.0))
         axes.set_ylabel("sequences in a step, without padding")
@@ -39,15 +39,18 @@ def _seconds(seconds: float) -> str:
 
 
 def _averaged(steps: list[Step]) -> tuple[list[float], list[float]]:
-    """The middle of each of BINS spans in which a step ended, and the mean batch of those steps."""
+    """The end of each of BINS spans in which a step ended, and the mean batch of those steps; the first one's at 0 too.
+
+    They stand for the time since the span before: a step that is longer than a span was running in it.
+    """
     begin, end = steps[0].at_s, steps[-1].at_s + steps[-1].seconds
     seconds = np.array([step.seconds for step in steps])
     ends = (np.array([step.at_s for step in steps]) + seconds - begin) / (end - begin)
     spans = np.clip((ends * BINS).astype(int), 0, BINS - 1)
     weighted = np.array([step.batch for step in steps]) * seconds
     used = [n for n in range(BINS) if (spans == n).any()]
-    at = [(n + 0.5) / BINS for n in used]
-    return at, [float(weighted[spans == n].sum() / seconds[spans == n].sum()) for n in used]
+    batch = [float(weighted[spans == n].sum() / seconds[spans == n].sum()) for n in used]
+    return [0.0, *((n + 1) / BINS for n in used)], [batch[0], *batch]
 
 
 def draw_roofline(folder: Path, results: Results, cap: int) -> None:

@@ -64,6 +64,7 @@ def draw_phases(folder: Path, seen: Sequence[Latencies], scale: str) -> None:
             panel.plot(places, [one.median for one in mine], "D", color="black", ms=3.5, label="median, end to end")
             panel.set_xticks(places, [one.rate.label for one in mine], fontsize=7)
             panel.set_title(name)
+            panel.set_ylim(bottom=0)
             grid_lines(panel)
         for row in axes:
             row[0].set_ylabel("mean latency, s")

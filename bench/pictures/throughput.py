@@ -35,8 +35,8 @@ def draw_throughput(folder: Path, results: Results) -> None:
             grid_lines(axes)
         right.axhline(1, color="#888888", lw=0.8)
         for axes, ticks in (
-            (left, [100, 200, 300, 500, 1000, 2000, 3000, 5000, 10_000, 20_000]),
-            (right, [0.25, 0.5, 1, 2, 3, 4, 6, 8]),
+            (left, [100, 200, 300, 500, 700, 1000, 1500, 2000, 3000, 5000, 7000, 10_000, 20_000]),
+            (right, [0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8]),
         ):
             axes.yaxis.set_major_locator(mpl.ticker.FixedLocator(ticks))
             axes.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%g"))
