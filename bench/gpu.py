@@ -7,6 +7,7 @@ only, made on the device; nothing is fetched. Results: results.json, table.txt a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -118,11 +119,18 @@ def run_part(name: str, device: str, log: IO[bytes], limit_s: float = 0.0) -> Ou
         text, _ = process.communicate(timeout=limit_s)
         trouble = "" if process.returncode == 0 else f"status {process.returncode}: {_last_line(Path(log.name), start)}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _end_group(process)
         text, _ = process.communicate()
         trouble = f"not done after {limit_s:.0f} s"
+    finally:
+        _end_group(process)
     rows = [Row(**json.loads(line)) for line in text.splitlines() if line.startswith('{"part"')]
     return Outcome(name, time.monotonic() - began, trouble, rows)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nobody of it is left
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(log: Path, start: int) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,21 @@ def test_a_part_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path: Path) 
         hung = gpu.run_part("ipc", "cpu", log, limit_s=0.01)
     assert "status 1" in failed.trouble and "cuda:99" in failed.trouble
     assert hung.trouble == "not done after 0 s" and not hung.rows
+
+
+def test_nobody_outlives_a_part_that_started_him(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash ends no service; what it holds of the GPU would be missing in the parts to come."""
+    held, part = tmp_path / "held", tmp_path / "part"
+    os.mkfifo(held)
+    part.write_text(f"#!/bin/sh\nexec 3>{held}\nsleep 600 >/dev/null 2>&1 &\nexit 3\n")
+    part.chmod(0o700)
+    monkeypatch.setattr(gpu.sys, "executable", str(part))
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    with (tmp_path / "log.txt").open("wb") as log:
+        assert gpu.run_part("ipc", "cpu", log).trouble.startswith("status 3")
+    ended, _, _ = select.select([reader], [], [], 10)
+    os.close(reader)
+    assert ended  # he who could write is gone
 
 
 def test_one_bad_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
