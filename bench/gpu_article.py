@@ -18,8 +18,8 @@ from cbdisagg_bench.batching_live import live_burst
 from cbdisagg_bench.batching_models import CONTEXT, RANDOM, SPREAD, VOCAB, model_folder
 from cbdisagg_bench.batching_scales import SCALES, Scale
 from cbdisagg_bench.batching_systems import SYSTEMS
-from cbdisagg_bench.gpu_models import triton_ops
 from cbdisagg_bench.gpu_rows import Row, Setting
+from cbdisagg_kernels.gpu.ops import triton_ops
 from msgspec.structs import replace as with_fields
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -98,7 +98,7 @@ def _decoder(setting: Setting, scale: Scale, cap: int) -> Decoder:
                 tensor.fill_(1.0)
             elif not key.endswith("bias"):
                 tensor.normal_(0.0, SPREAD[name])
-        weights, ops = weights_of(spec, tensors), triton_ops(setting, dtype)
+        weights, ops = weights_of(spec, tensors), triton_ops(device)
         kv = KvShape(spec.layers, spec.kv_heads, spec.head_dim, scale.page_size, dtype)
         memory = torch.zeros(spec.layers, scale.pages, kv.page_bytes, dtype=torch.uint8, device=device)
         linears = make_linears(weights, ops, dtype)

@@ -52,9 +52,7 @@ def run(setting: Setting) -> Iterator[Row]:
         command = [sys.executable, "-m", "cbdisagg_bench.gpu_ipc", setting.name, msgspec.json.encode(info).decode()]
         done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         told = msgspec.json.decode(done.stdout.splitlines()[-1], type=Pushed)
-    target = _target(setting)
     wrong = sum(zlib.crc32(pool.pages[layer][:].data) != told.checksums[layer] for layer in range(pool.info.layers))
-    assert sorted(target) == list(range(pool.info.pages))
     yield at_most(PART, f"layers of {pool.info.layers} that arrived damaged", wrong, "layers", 0)
     yield Row(PART, "self-test", told.trial / 1e9, "GB/s")
     yield at_least(PART, "pushes, of the device's copy", told.pushes / copied, "x", 0.8)

@@ -10,7 +10,7 @@ import torch
 from cbdisagg_bench.faults_load import WORDS
 from cbdisagg_bench.gpu_rows import Setting
 from cbdisagg_bench.step import random_tensors
-from cbdisagg_kernels.ops import Ops, select
+from cbdisagg_kernels.gpu.ops import triton_ops
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -57,14 +57,6 @@ KV_OF_8B = Llama(32, 2048, 4096, 16, 8, 128, 32_000)
 TINY = Llama(2, 64, 96, 4, 2, 16, 400, 2048)
 
 
-def triton_ops(setting: Setting, dtype: torch.dtype) -> Ops:
-    if setting.tiny:
-        from cbdisagg_kernels.gpu.ops import triton_ops as interpreted  # only where it is asked for by its name
-
-        return interpreted(setting.torch_device)
-    return select(setting.torch_device, dtype)
-
-
 def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most_batch: int) -> DeviceRunner:
     """In bfloat16 (tiny: float32), with a pool of `pages` pages of PAGE tokens."""
     dtype = torch.float32 if setting.tiny else torch.bfloat16
@@ -73,7 +65,7 @@ def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most
     memory = torch.zeros(spec.layers, pages, kv.page_bytes, dtype=torch.uint8, device=setting.torch_device)
     with torch.device(setting.torch_device), setting.device.queueing():
         weights = weights_of(spec, random_tensors(spec, shape.inner))
-    ops = triton_ops(setting, dtype)
+    ops = triton_ops(setting.torch_device)
     with setting.device.queueing():
         linears = make_linears(weights, ops, dtype)
     decoder = Decoder(spec, weights, linears, ops, as_pool(memory, kv), max_len)
