@@ -64,7 +64,10 @@ def origin(command: Sequence[str], seed: int, profile: Profile) -> dict[str, Any
         "command": " ".join(["cbdisagg", "bench", *_without_folder(command)]),
         "seed": seed,
         "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores used",
-        "versions": {"python": platform.python_version(), "torch": version("torch")},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("cbdisagg", "numpy", "torch")},
+        },
         "model": f"{profile.model}, {profile.machine}: {profile.note}",
         "dtype": profile.dtype,
     }

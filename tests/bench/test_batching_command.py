@@ -80,7 +80,7 @@ def test_json_has_every_run_and_every_check(
     assert found["checks"] and all(check["holds"] for check in found["checks"])
     assert (found["seed"], found["requests"], found["clock"]) == (0xCADE, 6, "virtual")
     assert found["command"].startswith("cbdisagg bench batching --scale cpu")
-    assert {"python", "torch"} <= found["versions"].keys() and found["machine"]
+    assert {"cbdisagg", "numpy", "python", "torch"} == found["versions"].keys() and found["machine"]
 
 
 def test_the_same_seed_gives_the_same_figures(
