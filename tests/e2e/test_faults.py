@@ -307,6 +307,27 @@ async def test_a_coordinator_is_killed_with_requests_on_their_way(world: World) 
         world.check(task.result())
 
 
+# --------------------------------------------------------------------------------------------------- undisturbed
+
+
+async def test_streams_end_with_their_stop_strings_beside_others_that_go_on(world: World) -> None:
+    """One of several streams that get their tokens in one message ends in the middle of it, and takes nobody along."""
+    api = world.process("api")
+    texts = {ask.number: next(iter(world.references[ask.number].said.values())).text for ask in SHORT}
+    stops = {number: text[len(text) // 2 :][:3] for number, text in texts.items()}
+    asked = [Ask(ask.number, ask.chat, {**ask.body, "stop": stops[ask.number]}) for ask in SHORT[:2]]
+    async with asyncio.TaskGroup() as clients:
+        ending = [clients.create_task(world.ask(ask)) for ask in asked]
+        others = [clients.create_task(world.ask(ask)) for ask in SHORT[2:]]
+    for ask, task in zip(asked, ending, strict=True):
+        (said,) = task.result().said.values()
+        assert (said.finish, said.stopped_by) == ("stop", stops[ask.number])
+        assert said.text == texts[ask.number].partition(stops[ask.number])[0]
+    for task in others:
+        world.check(task.result())
+    assert world.process("api") == api
+
+
 # ------------------------------------------------------------------------------------------------ clients that leave
 
 
