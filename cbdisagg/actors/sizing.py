@@ -9,7 +9,6 @@ from cbdisagg.config import ConfigError, Kv, Scheduler
 
 DEFAULT_POOL_BYTES = 512 << 20
 
-
 WORKING_BYTES = 1 << 30
 """On a GPU, besides weights and pages: the CUDA context, libraries' workspaces, graphs,"""
 ROW_BYTES = 1 << 18

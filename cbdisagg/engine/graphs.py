@@ -32,7 +32,7 @@ class Graph:
 
 
 def sizes_up_to(most: int) -> list[int]:
-    """Batch sizes that get a graph: powers of two, then steps that waste at most a fifth of the rows."""
+    """Batch sizes that get a graph: powers of two up to 16, then steps that waste less than a third of the rows."""
     sizes = [size for size in (1, 2, 4, 8, *range(16, 64, 8), *range(64, 256, 16)) if size < most]
     return [*sizes, *range(256, most, 32), most]
 
