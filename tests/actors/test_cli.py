@@ -41,7 +41,10 @@ def test_without_a_command_the_help_is_shown() -> None:
             ("serve", "--model", "smollm2", "--set", "model.path=/tmp"),
             "cbdisagg: --model and --set model.path=/tmp exclude each other; keep one of the two",
         ),
-        (("serve", "--model", "/nowhere"), 'cbdisagg: [model] path = "/nowhere": there is no such file or folder'),
+        (
+            ("serve", "--model", "/nowhere", "--port", "0"),  # any port: others may serve on this machine
+            'cbdisagg: [model] path = "/nowhere": there is no such file or folder',
+        ),
         (
             ("serve", "--set", "debug.journal=/proc/x"),
             'cbdisagg: [debug] journal = "/proc/x": cannot be written: No such file or directory',
