@@ -47,7 +47,7 @@ def splits_for(sequences: int, kv_heads: int) -> int:
     return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["positions", "tables"])
 def attend_share(
     qkv,
     layer,

@@ -15,7 +15,7 @@ BLOCK_WORDS = 4096
 """Of 4 bytes, which one program copies: 16 KiB."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["source_pages", "target_pages"])
 def copy_words(source, target, source_pages, target_pages, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     """Program (page of the list, block of it)."""
     here = tl.load(source_pages + tl.program_id(0)).to(tl.int64)

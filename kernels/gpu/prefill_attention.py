@@ -86,7 +86,7 @@ def attend_keys(
     return higher, total * shrink + tl.sum(weights, 1), summed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tiles", "tables"])
 def attend_tile(
     qkv,
     layer,

@@ -15,7 +15,7 @@ BLOCK_ELEMENTS = 4096
 """Of the heads that one program turns."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["positions", "owners", "tables"])
 def turn_and_write(
     qkv,
     layer,

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 8192
+DRAWS = ["temperatures", "top_ps", "most_depths", "top_ks", "seeds_low", "seeds_high", "choices", "positions"]
+"""Of `draw_rows`: the fields of `Draws`, which lie where a step has them."""
 NEAR = tl.constexpr(8.0)
 """In units of depth, which is nats at temperature 1."""
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -118,7 +120,7 @@ def uniform(seed_low, seed_high, choice, position):
     return tl.sum((whole >> 11).to(tl.float64) * 1.1102230246251565e-16, 0)  # 2 ** -53
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=DRAWS)
 def draw_rows(
     logits,
     scratch,

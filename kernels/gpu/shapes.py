@@ -1,4 +1,8 @@
-"""What the attention kernels are compiled for: numbers of heads, their size, the page, the window."""
+"""What the attention kernels are compiled for: numbers of heads, their size, the page, the window.
+
+For nothing else: where a step's numbers lie, and how many sequences it has, differs from step to step, and a kernel
+that was specialised on that would be compiled again, for a second or two, while answers wait.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ Usage: ahead_of_time.py CAPABILITY likely|all
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -32,6 +33,8 @@ from triton.runtime.jit import JITFunction
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 LLAMA_8B, OPT_13B, SMOLLM2 = Heads(32, 8, 128, 16), Heads(40, 40, 128, 16), Heads(9, 3, 64, 16)
+PLACES = ((32, 0), (1, 1))
+"""Sequences, and after how many words a step's numbers begin: kernels are the same for all of them."""
 
 
 class StubDriver:
@@ -63,20 +66,25 @@ def cases(all_of_them: bool) -> Iterator[tuple[Heads, torch.dtype, tuple[int, ..
             yield Heads(2 * group, 2, dim, page, window), dtype, (1, 2, 32)
 
 
+def words(at: int, *shape: int) -> torch.Tensor:
+    return torch.zeros(at + math.prod(shape), dtype=torch.int32)[at:].view(shape)
+
+
 def launch(heads: Heads, dtype: torch.dtype, splits: tuple[int, ...]) -> None:
     """Every kernel that depends on the heads."""
     planes = heads.heads + 2 * heads.kv_heads
     qkv = torch.zeros(32, planes, heads.head_dim, dtype=dtype)
     layer = torch.zeros(4, 2, heads.kv_heads, heads.page_size, heads.head_dim, dtype=dtype)
-    positions, tables, tiles = (torch.zeros(shape, dtype=torch.int32) for shape in (32, (64, 32), (16, 4)))
     out = torch.zeros(32, heads.heads * heads.head_dim, dtype=dtype)
     turn = (torch.zeros(64, heads.head_dim // 2), torch.zeros(64, heads.head_dim // 2))
-    rope_write(qkv, layer, positions, positions, tables, turn, heads)
-    for count in splits:
-        decode_attention(qkv, layer, positions, tables, out, heads, count)
-    prefill_attention(qkv, layer, tiles, tables, out, heads)
     flat = layer.view(torch.uint8).view(4, -1)
-    copy_pages(flat, flat.clone(), positions[:3], positions[:3])
+    for sequences, at in PLACES:
+        positions, tables, tiles = words(at, 32), words(at, 64, sequences), words(at, 16, 4)
+        rope_write(qkv, layer, positions, positions, tables, turn, heads)
+        for count in splits:
+            decode_attention(qkv, layer, positions, tables, out[:sequences], heads, count)
+        prefill_attention(qkv, layer, tiles, tables, out, heads)
+        copy_pages(flat, flat.clone(), positions[:3], positions[:3])
 
 
 def launch_rest(dtype: torch.dtype, hidden: int, inner: int, vocab: int) -> None:
@@ -87,8 +95,9 @@ def launch_rest(dtype: torch.dtype, hidden: int, inner: int, vocab: int) -> None
     silu_mul(torch.zeros(16, 2 * inner, dtype=dtype))
     logits = torch.zeros(16, vocab)
     sample.argmax(logits)
-    ints, floats = torch.zeros(16, dtype=torch.int32), torch.zeros(16)
-    sample.draw(logits, sample.Draws(*[floats] * 3, *[ints] * 5))
+    for _, at in PLACES:
+        ints = words(at, 16)
+        sample.draw(logits, sample.Draws(*[ints.view(torch.float32)] * 3, *[ints] * 5))
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,11 @@ def check(kernels: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_the_likeliest_compile_within_limits(capability: int, tmp_path: Path) -> None:
-    check(compiled(capability, "likely", tmp_path))
+    kernels = compiled(capability, "likely", tmp_path)
+    check(kernels)
+    # Each once, however a step's numbers lie; but contexts are whole or divided, norms without or with the sum.
+    expected = dict.fromkeys(KERNELS, 1) | {"attend_share": 2, "normalise": 2}
+    assert Counter(each["kernel"] for each in kernels) == expected
 
 
 @pytest.mark.slow
