@@ -30,7 +30,7 @@ from cbdisagg.actors.placement import Spot
 from cbdisagg.actors.reload import check_reload
 from cbdisagg.actors.rolling import Rolling
 from cbdisagg.actors.start import Start, write_config
-from cbdisagg.actors.starting import SILENT_S, Starting
+from cbdisagg.actors.starting import Starting
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.messages import (
     Address,
@@ -313,6 +313,8 @@ class Supervisor:
             if child.up is not None and child.kind != "coordinator":
                 self._mailbox.tell(coordinator, self._up_of(child, child.up))
                 self._mailbox.tell(child.up, Lead(coordinator))
+                if child.kind == "worker":
+                    self._starting.begins(child.name, child.incarnation, self.config.policy.silent_s)
         self._mailbox.tell(coordinator, Reported(self._host))
 
     def _up_of(self, child: Child, address: Address) -> Up:
@@ -325,8 +327,8 @@ class Supervisor:
         if (coordinator := self._coordinator()) is not None:
             self._mailbox.tell(coordinator, message)
 
-    def _hangs(self, name: str, incarnation: int) -> None:
-        self._suspect(name, incarnation, f"it said nothing for {SILENT_S:.0f} s while it started")
+    def _hangs(self, name: str, incarnation: int, silent_s: float) -> None:
+        self._suspect(name, incarnation, f"it said nothing for {silent_s:.0f} s, and is no member")
 
     def _suspect(self, name: str, incarnation: int, reason: str) -> None:
         child = self._by_name.get(name)

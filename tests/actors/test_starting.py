@@ -9,7 +9,7 @@ class Watched:
     def __init__(self) -> None:
         self.now = 0.0
         self.hanging: list[tuple[str, int]] = []
-        self.starting = Starting(lambda name, n: self.hanging.append((name, n)), lambda: self.now)
+        self.starting = Starting(lambda name, n, _: self.hanging.append((name, n)), lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         for _ in range(int(seconds)):
@@ -33,6 +33,15 @@ def test_a_word_now_and_then_is_enough() -> None:
         watched.wait(SILENT_S - 1)
         watched.starting.heard(7)
     assert not watched.hanging
+
+
+def test_one_that_should_only_greet_is_given_less_time() -> None:
+    watched = Watched()
+    watched.starting.begins("decode-0", 7, 6.0)
+    watched.wait(6)
+    assert not watched.hanging
+    watched.wait(1)
+    assert watched.hanging == [("decode-0", 7)]
 
 
 def test_who_is_a_member_or_has_ended_is_not_watched() -> None:

@@ -94,6 +94,20 @@ async def test_a_new_coordinator_is_told_all_again(tmp_path: Path) -> None:
         assert await it.api.generate([4, 5], 5) == expected([4, 5], 5)
 
 
+async def test_a_worker_that_hangs_when_a_new_coordinator_comes_is_found_out(tmp_path: Path) -> None:
+    """It has not greeted that one, who therefore knows nothing of it."""
+    policy = msgspec.structs.replace(CONFIG.policy, silent_s=1.0)
+    async with service(tmp_path, config=msgspec.structs.replace(CONFIG, policy=policy)) as it:
+        await it.ready()
+        old, first = it.incarnation("decode-0"), it.api.leads[-1]
+        os.kill(it.pid("decode-0"), signal.SIGSTOP)
+        os.kill(it.pid("coordinator"), signal.SIGKILL)
+        await it.api.until(lambda: it.api.leads[-1] != first and ("decode-0", old) in it.api.members[-1].dead)
+        await it.api.until(it.api.paired)
+        assert it.incarnation("decode-0") > old
+        assert await it.api.generate([1, 2, 3], 5) == expected([1, 2, 3], 5)
+
+
 async def test_a_worker_that_cannot_start_ends_the_service_with_its_line(tmp_path: Path) -> None:
     async with service(tmp_path, "fails") as it:
         with pytest.raises(ServiceFailed, match=r"^decode-0: there is no such model$"):
