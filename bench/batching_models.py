@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +26,7 @@ from cbdisagg.config import Model
 from cbdisagg.engine.weight_files import INDEX
 from cbdisagg.prepare import prepare_model
 
-RANDOM: Mapping[str, Mapping[str, int]] = {
+RANDOM: Mapping[str, Mapping[str, Any]] = {
     "opt-13b": {"hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40, "ffn_dim": 20_480},
     "opt-tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128},
 }

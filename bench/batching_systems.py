@@ -11,6 +11,7 @@ from cbdisagg_bench.batching_scales import Scale
 
 from cbdisagg.config import Config, Kv, Model, Policy, Scheduler, Targets, Workers
 from cbdisagg.core.baselines import Allocator, Batching
+from cbdisagg.messages import Role
 
 NO_TARGETS = Targets(ttft_ms=3_600_000, tpot_ms=600_000)
 """Whole prompts ride in steps with decodes. How long a step takes decides nothing: every clock sees the same steps."""
@@ -38,7 +39,7 @@ class System:
         `max_batch` 0: the scale's.
         """
         max_batch = max_batch or scale.max_batch
-        roles = ("prefill", "decode") if self.disaggregated else ("any",)
+        roles: tuple[Role, ...] = ("prefill", "decode") if self.disaggregated else ("any",)
         return Config(
             model=Model(name="smollm2", max_len=scale.prompt + cap),
             targets=NO_TARGETS,

@@ -14,6 +14,7 @@ from cbdisagg_bench.goodput_grid import Cell
 
 matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot
+from matplotlib.patches import Rectangle
 
 
 def draw(found: Sequence[Cell], path: Path) -> None:
@@ -29,7 +30,7 @@ def draw(found: Sequence[Cell], path: Path) -> None:
             values[y, x] = cell.ratio if name == "tuned" else cell.default_ratio
             axes.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", fontsize=9)
             if cell.balanced:
-                axes.add_patch(pyplot.Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=2))
+                axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=2))
         picture = axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=1.3, aspect="auto")
         axes.set_xticks(range(len(columns)), [f"{targets}\n{part:.0%}" for targets, part in columns], fontsize=8)
         labels = [workload.removesuffix("-like") for _, workload in rows]

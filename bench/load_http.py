@@ -49,7 +49,7 @@ class Exchange(asyncio.Protocol):
         self._on_body = on_body
         self._status = 0
         self._rest = b""
-        self._take = self._head
+        self._take: Callable[[bytes], None] = self._head
         self._left = 0  # bytes of the body, if it has a length
 
     def data_received(self, data: bytes) -> None:

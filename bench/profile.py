@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -119,8 +119,9 @@ def measure(
         host = measure_host(settings)
     steps = fit_steps(fitted)
     info = stepper.info
+    coefficients: dict[str, Any] = {name: _rounded(value) for name, value in asdict(steps).items() if name != "L"}
     found = Profile(
-        **{name: _rounded(value) for name, value in asdict(steps).items() if name != "L"},
+        **coefficients,
         L=tuple((tokens, _rounded(seconds)) for tokens, seconds in steps.L),
         t0=_rounded(t0),
         t_d=_rounded(t_d),

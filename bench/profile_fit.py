@@ -101,7 +101,7 @@ def nnls(rows: Matrix, wanted: Matrix) -> Matrix:
 
 def errors(model: CostModel, cases: Sequence[Case]) -> dict[str, Error]:
     """By region, and over all: |predicted - measured| / measured."""
-    off = {region: [] for region in REGIONS} | {"all": []}  # type: dict[str, list[float]]
+    off: dict[str, list[float]] = {region: [] for region in (*REGIONS, "all")}
     for case in cases:
         error = abs(model.step_s(case.work) - case.median) / case.median
         off[case.region].append(error)

@@ -74,7 +74,11 @@ async def _hop_s() -> float:
     """From a computing thread to the loop and back."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    lane = Lane("hops", lambda error: loop.call_soon_threadsafe(done.set_exception, error))
+
+    def fail(error: BaseException) -> None:
+        loop.call_soon_threadsafe(done.set_exception, error)
+
+    lane = Lane("hops", fail)
     times: list[float] = []
 
     def step() -> None:

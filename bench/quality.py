@@ -100,7 +100,7 @@ def quality(
         for kind in wanted:
             progress.update(task, description=f"scoring in {kind}")
             steps = score(_runner(folder, kind, window, threads), ids, window)
-            parts = []
+            parts: list[Logprobs] = []
             for part, count in steps:
                 parts += part
                 progress.update(task, advance=count)
@@ -134,7 +134,9 @@ def score(runner: TorchRunner, ids: Sequence[int], window: int) -> Iterator[tupl
     pages = tuple(range(-(-window // PAGE_SIZE)))
     for first in range(0, len(ids), window):
         prompt = list(ids[first : first + window])
-        admit = (Admit(0, pack(prompt), b"", pages, Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=1)),)
+        admit: tuple[Admit, ...] = (
+            Admit(0, pack(prompt), b"", pages, Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=1)),
+        )
         for start in range(0, len(prompt), CHUNK):
             count = min(CHUNK, len(prompt) - start)
             plan = StepPlan(plans, (), admit, (), (Slice(0, start, count, 0, scores=True),))

@@ -25,13 +25,13 @@ Phase: TypeAlias = Literal["prefill", "decode", "end", "wasted"]
 
 
 class Cell(NamedTuple):
-    """`count` tokens of `request` after `start` computed ones, in `slot`; `drawn` came of it, maybe the `last` one."""
+    """So many `tokens` of `request` from `start` on, in `slot`; `drawn` came of it, maybe the `last` one."""
 
     slot: int
     request: RequestId
     phase: Phase
     start: int
-    count: int
+    tokens: int
     drawn: int
     last: bool
 
@@ -112,9 +112,9 @@ class Trace:
             Step(
                 planned.at_s,
                 event.result.seconds,
-                sum(cell.count for cell in cells if cell.phase == "prefill"),
-                sum(cell.count for cell in cells if cell.phase in ("decode", "end")),
-                sum(cell.count for cell in cells if cell.phase == "wasted"),
+                sum(cell.tokens for cell in cells if cell.phase == "prefill"),
+                sum(cell.tokens for cell in cells if cell.phase in ("decode", "end")),
+                sum(cell.tokens for cell in cells if cell.phase == "wasted"),
                 len({cell.slot for cell in cells if cell.phase != "wasted"}),
                 *planned.pool,
                 tuple(cells) if len(self.steps) < self.detail else (),
@@ -176,7 +176,7 @@ def chrome_events(trace: Trace, name: str) -> dict[str, Any]:
 
 
 def _event(cell: Cell, at: float, length: float) -> dict[str, Any]:
-    told = {"request": str(cell.request), "start": cell.start, "tokens": cell.count}
+    told = {"request": str(cell.request), "start": cell.start, "tokens": cell.tokens}
     return {
         "ph": "X",
         "pid": 1,

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from cbdisagg.config import Transfer as Settings
 from cbdisagg.messages import Address, AttemptId, Probe, Push, RequestId, WorkerInfo
-from cbdisagg.transfer.base import Transfer
+from cbdisagg.transfer.base import LandedCallback, PushDoneCallback, Transfer
 from cbdisagg.transfer.pool import MappedPool, create_pool
 from cbdisagg.transfer.select import make_transfer
 
@@ -244,8 +244,10 @@ def receive(folder: Path, pages: int, kind: str) -> None:
     pool.close()
 
 
-def _make(kind: str, me: Address, pool: MappedPool, on_push_done, on_landed) -> Transfer:
-    settings = Settings(kind=kind)
+def _make(
+    kind: str, me: Address, pool: MappedPool, on_push_done: PushDoneCallback, on_landed: LandedCallback
+) -> Transfer:
+    settings = msgspec.convert({"kind": kind}, Settings)
     return make_transfer(settings, pool, me, platform.node(), on_push_done, on_landed, on_broken=_broken)
 
 

@@ -77,6 +77,6 @@ def token_grid(steps: Sequence[Step], slots: int, columns: int = 0) -> Grid:
 
 def _tokens(cell: Cell) -> list[Square]:
     """The prompt tokens that it computed, and the token that was drawn."""
-    prompt = cell.count if cell.phase == "prefill" else 0
+    prompt = cell.tokens if cell.phase == "prefill" else 0
     drawn: Mark = "end" if cell.last else "decode"
     return [Square("prefill", cell.request.n)] * prompt + [Square(drawn, cell.request.n)] * cell.drawn

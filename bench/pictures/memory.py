@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
@@ -13,6 +14,9 @@ from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import PUBLISHED_FILLED
 from cbdisagg_bench.pictures.style import SETTINGS, SYSTEMS, figure, grid_lines, save
 from cbdisagg_bench.trace import Step, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PARTS = (
     ("filled", "tokens", "#4f8ef7"),
@@ -41,7 +45,7 @@ def draw_memory(folder: Path, results: Results, cap: int) -> None:
         save(made, folder, "memory")
 
 
-def stack(axes: object, trace: Trace) -> None:
+def stack(axes: Axes, trace: Trace) -> None:
     """The pool's parts over the seconds since the first step, one above the other."""
     steps = _thinned(trace.steps)
     pool = trace.pool_tokens
@@ -54,12 +58,12 @@ def stack(axes: object, trace: Trace) -> None:
     rest = np.array([1 - step.held / pool if step.waiting else 0.0 for step in steps])
     layers = (filled, promised, held - filled - promised, rest)
     labels, colors = [text for _, text, _ in PARTS], [color for *_, color in PARTS]
-    axes.stackplot(at, *layers, labels=labels, colors=colors, lw=0, step="post")  # type: ignore[attr-defined]
-    axes.set_xlim(0, at[-1])  # type: ignore[attr-defined]
-    axes.set_ylim(0, 1)  # type: ignore[attr-defined]
+    axes.stackplot(at, *layers, labels=labels, colors=colors, lw=0, step="post")
+    axes.set_xlim(0, at[-1])
+    axes.set_ylim(0, 1)
 
 
-def _bars(axes: object, results: Results, cap: int, names: Sequence[str]) -> None:
+def _bars(axes: Axes, results: Results, cap: int, names: Sequence[str]) -> None:
     """Useful KV while memory is what the requests wait for."""
     places = np.arange(len(names))
     ours = [shares(results.runs[cap, name].burst.trace).filled for name in names]
@@ -68,12 +72,12 @@ def _bars(axes: object, results: Results, cap: int, names: Sequence[str]) -> Non
         (-0.2, ours, [SYSTEMS[name] for name in names], "here"),
         (0.2, published, "#424242", "vLLM paper, other workload"),
     ):
-        bars = axes.bar(places + offset, values, 0.38, color=colors, label=label)  # type: ignore[attr-defined]
-        axes.bar_label(bars, [f"{value:.0%}" for value in values], fontsize=7)  # type: ignore[attr-defined]
-    axes.set_xticks(places, names)  # type: ignore[attr-defined]
-    axes.set_ylim(0, 1.1)  # type: ignore[attr-defined]
-    axes.set_title("memory that holds tokens\n(black: vLLM paper, other workload)")  # type: ignore[attr-defined]
-    grid_lines(axes)  # type: ignore[arg-type]
+        bars = axes.bar(places + offset, values, 0.38, color=colors, label=label)
+        axes.bar_label(bars, [f"{value:.0%}" for value in values], fontsize=7)
+    axes.set_xticks(places, names)
+    axes.set_ylim(0, 1.1)
+    axes.set_title("memory that holds tokens\n(black: vLLM paper, other workload)")
+    grid_lines(axes)
 
 
 def _thinned(steps: Sequence[Step]) -> list[Step]:

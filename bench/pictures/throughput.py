@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 from cbdisagg_bench.batching_run import Results
 from cbdisagg_bench.batching_systems import SYSTEMS as ALL
 from cbdisagg_bench.batching_theory import EXPECTED, PUBLISHED_STATIC, PUBLISHED_VLLM
 from cbdisagg_bench.pictures.style import LINES, SETTINGS, SYSTEMS, figure, grid_lines, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_throughput(folder: Path, results: Results) -> None:
@@ -52,7 +56,7 @@ def draw_throughput(folder: Path, results: Results) -> None:
         save(made, folder, "throughput")
 
 
-def _published(axes: object, results: Results, caps: list[int]) -> None:
+def _published(axes: Axes, results: Results, caps: list[int]) -> None:
     """Of the article's machine and sizes, so only where ours are the same."""
     if results.scale.name != "a100":
         return
@@ -62,13 +66,13 @@ def _published(axes: object, results: Results, caps: list[int]) -> None:
     ):
         known = [(n, figures[cap]) for n, cap in enumerate(caps) if cap in figures]
         if known:
-            axes.plot(*zip(*known, strict=True), marker, color="black", ms=8, label=label)  # type: ignore[attr-defined]
+            axes.plot(*zip(*known, strict=True), marker, color="black", ms=8, label=label)
 
 
-def _expected(axes: object, results: Results, caps: list[int]) -> None:
+def _expected(axes: Axes, results: Results, caps: list[int]) -> None:
     label: str | None = "derived beforehand"
     for n, cap in enumerate(caps):
         for name, gain in EXPECTED.get(results.scale.name, {}).get(cap, {}).items():
             if name in results.systems:
-                axes.plot(n, gain, "_", color=SYSTEMS[name], ms=16, mew=2.2, label=label)  # type: ignore[attr-defined]
+                axes.plot(n, gain, "_", color=SYSTEMS[name], ms=16, mew=2.2, label=label)
                 label = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._stream = torch.cuda.Stream(device)
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # the type of torch.cuda.graph_pool_handle() has no public name
 
     @property
     def stream(self) -> int:

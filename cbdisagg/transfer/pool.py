@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 from numpy.typing import NDArray
 
 from cbdisagg.config import ConfigError
