@@ -384,7 +384,7 @@ class PoolInfo(Struct, frozen=True, array_like=True):
 
     Pages lie `[layer][page][page_bytes]` from `offset` in the memory file `fd` of process `pid`, or in the memory of a
     GPU that CUDA IPC opens by `handle`; the first bytes hold `nonce`, so a peer that opens another pool by mistake
-    notices. [`scratch`, `offset`) takes self-tests.
+    notices. [`scratch`, `offset`) takes self-tests. `unshared`: why a pool on a GPU has no handle.
     """
 
     pid: int
@@ -398,6 +398,7 @@ class PoolInfo(Struct, frozen=True, array_like=True):
     data_endpoint: str
     data_public_key: str = ""
     handle: bytes = b""
+    unshared: str = ""
 
 
 class Costs(Struct, frozen=True):

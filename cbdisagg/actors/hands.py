@@ -10,6 +10,7 @@ already, and the core learns of a step when it is over and its pushes have ended
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,8 @@ from cbdisagg.engine.base import Launcher, Runner
 from cbdisagg.messages import Address, AttemptId, Probe, StepPlan, StepResult, WorkerInfo
 from cbdisagg.transfer.base import Pool, Transfer
 from cbdisagg.transfer.checksums import damaged_pages, page_checksums
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class EngineHands:
 
     def _connect(self, peer: WorkerInfo) -> None:
         way = self._transfer.connect(peer)
+        if way.note:  # whoever comes later than the service's start would fall back without a word
+            log.warning("KV pages go to %s by %s: %s", peer.address.name, way.kind or "no way", way.note)
         self._put(Connected(peer.address, way.kind, way.nbytes, way.checksum, way.seconds, way.note))
 
     def _verify(self, peer: Address, probe: Probe) -> None:

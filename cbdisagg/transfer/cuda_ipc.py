@@ -75,7 +75,8 @@ class CudaIpcLink:
         """Raises LinkFailed."""
         ours, theirs = pool.info, peer.pool
         if not theirs.handle:
-            raise LinkFailed(f"the KV of {peer.address.name} is not on a GPU")
+            why = f"cannot be shared: {theirs.unshared}" if theirs.unshared else "is not on a GPU"
+            raise LinkFailed(f"the KV of {peer.address.name} {why}")
         if (ours.layers, ours.page_bytes, OFFSET) != (theirs.layers, theirs.page_bytes, theirs.offset):
             raise LinkFailed(f"the pool of {peer.address.name} has another layout than ours")
         self._me, self._pool, self._copier, self._driver = me, pool, copier, pool.driver
@@ -83,28 +84,43 @@ class CudaIpcLink:
         self._lock = threading.Lock()  # held by whoever queues on the stream
         self._prepared: dict[int, Any] = {}  # by serial
         self._marks: dict[int, int] = {}
+        self._stream = 0
         self._address = self._driver.open(theirs.handle)
-        self._stream = self._driver.stream()
-        nonce = np.empty(NONCE_BYTES, np.uint8)
-        self._driver.read(nonce, self._address, self._stream)
-        self._driver.wait(self._driver.mark(self._stream))
-        if nonce.tobytes() != theirs.nonce.encode():
+        try:
+            self._stream = self._driver.stream()
+            nonce = np.empty(NONCE_BYTES, np.uint8)
+            self._driver.read(nonce, self._address, self._stream)
+            self._driver.wait(self._driver.mark(self._stream))
+            if nonce.tobytes() != theirs.nonce.encode():
+                raise LinkFailed(f"what {peer.address.name} has exported is another pool: its nonce differs")
+        except BaseException:
             self.close()
-            raise LinkFailed(f"what {peer.address.name} has exported is another pool: its nonce differs")
+            raise
 
     def test(self) -> Opened:
-        """Leave a pattern in the peer's pool, and time copies into the room for them; the best counts."""
-        pattern = make_pattern(self._me.incarnation, SEAT_BYTES)
-        for seat in seats(self._me.incarnation):
-            self._driver.write(self._address + seat, pattern, self._stream)
-        best = min(self._timed_copies() for _ in range(TRIALS))
-        return Opened(KIND, TRIAL_COPIES * TRIAL_BYTES, zlib.crc32(pattern.data), best, "")
+        """Leave a pattern in the peer's pool, and time copies into the room for them; the best counts.
 
-    def _timed_copies(self) -> float:
+        Both come from this GPU's memory, as pages do, and what is timed is what copies pages.
+        """
+        pattern = make_pattern(self._me.incarnation, SEAT_BYTES)
+        here = self._driver.allocate(SEAT_BYTES)
+        try:
+            self._driver.write(here, pattern, self._stream)
+            for seat in seats(self._me.incarnation):
+                self._driver.copy(self._address + seat, here, SEAT_BYTES, self._stream)
+            self._driver.wait(self._driver.mark(self._stream))
+        finally:
+            self._driver.free(here)
+        count = TRIAL_BYTES // self._info.page_bytes
+        pages = self._copier.prepare(tuple(range(count)), tuple(range(count)), self._stream)
+        best = min(self._timed_copies(pages) for _ in range(TRIALS))
+        return Opened(KIND, TRIAL_COPIES * count * self._info.page_bytes, zlib.crc32(pattern.data), best, "")
+
+    def _timed_copies(self, pages: Any) -> float:
         self._driver.wait(self._driver.mark(self._stream))
         start = time.perf_counter()
         for _ in range(TRIAL_COPIES):
-            self._driver.copy(self._address + SCRATCH, self._pool.address + SCRATCH, TRIAL_BYTES, self._stream)
+            self._copier.copy(self._pool.address + SCRATCH, self._address + SCRATCH, pages, self._stream)
         self._driver.wait(self._driver.mark(self._stream))
         return time.perf_counter() - start
 
@@ -133,8 +149,12 @@ class CudaIpcLink:
     def close(self) -> None:
         """Waits for copies in flight: memory that they write to is not given back under them."""
         with self._lock:
-            if self._address:
-                self._driver.wait(self._driver.mark(self._stream))
-                self._driver.close(self._address)
-                self._driver.end_stream(self._stream)
-                self._address = 0
+            address, self._address = self._address, 0
+            if not address:
+                return
+            try:
+                if self._stream:
+                    self._driver.wait(self._driver.mark(self._stream))
+                    self._driver.end_stream(self._stream)
+            finally:
+                self._driver.close(address)

@@ -2,8 +2,8 @@
 
 Knows the layout of the allocation: a header (the nonce; seats for self-tests), room for timed copies, then the pages.
 The bytes of pages can be read and written from the host like those of an array, through page-locked memory: that is for
-peers who cannot write here themselves, and for checksums. Life cycle: `create_device_pool` -> peers open and close ->
-`close`, when nothing uses it any more.
+peers who cannot write here themselves, and for checksums. A pool that the driver does not export serves in that way
+alone. Life cycle: `create_device_pool` -> peers open and close -> `close`, when nothing uses it any more.
 """
 
 from __future__ import annotations
@@ -190,6 +190,11 @@ def create_device_pool(
             f"the KV cache of {me.name} needs {nbytes / 2**20:,.0f} MiB ({pages} pages); {free / 2**20:,.0f} of the "
             f"GPU's {total / 2**20:,.0f} MiB are free: lower kv.memory_mb, kv.pages or workers.N.memory_fraction"
         ) from error
+    handle, unshared = b"", ""
+    try:
+        handle = driver.export(address)
+    except DriverError as error:  # a container without CUDA IPC, for one: peers are told why
+        unshared = str(error)
     info = PoolInfo(
         pid=os.getpid(),
         fd=-1,
@@ -200,7 +205,8 @@ def create_device_pool(
         pages=pages,
         page_bytes=page_bytes,
         data_endpoint="",
-        handle=driver.export(address),
+        handle=handle,
+        unshared=unshared,
     )
     with _Brief(driver) as brief:
         driver.write(address, np.frombuffer(info.nonce.encode(), np.uint8), brief)

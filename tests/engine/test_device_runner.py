@@ -224,11 +224,11 @@ def test_weights_are_counted_as_they_will_lie_there(twin: Any) -> None:
     assert weight_bytes(twin.folder, "bfloat16") == wide // 2 + decoder.embedding.nbytes
 
 
-class Unexported(FakeDriver):
-    """Of a container that has no CUDA IPC."""
+class Broken(FakeDriver):
+    """Of a GPU that has to be reset."""
 
-    def export(self, address: int) -> bytes:
-        raise DriverError("cuIpcGetMemHandle", 801, "operation not supported")
+    def allocate(self, nbytes: int) -> int:
+        raise DriverError("cuMemAlloc_v2", 719, "unspecified launch failure")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ class Unexported(FakeDriver):
     [
         (FakeDriver, Kv(), r"decode-0 on cuda:0: needs about 1\.. GiB of GPU memory .* raise memory_fraction"),
         (FakeDriver, Kv(memory_mb=16), r"0\.0 GiB of weights .* beside 0\.0 GiB .*: lower workers\.N\.memory_fraction"),
-        (Unexported, Kv(memory_mb=16), r'device = "cuda:0": cuIpcGetMemHandle: operation not supported \(801\)'),
+        (Broken, Kv(memory_mb=16), r'device = "cuda:0": cuMemAlloc_v2: unspecified launch failure \(719\)'),
     ],
 )
 def test_what_keeps_a_model_from_a_gpu_is_one_line(

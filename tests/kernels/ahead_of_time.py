@@ -2,7 +2,7 @@
 
 A program of its own, for in a process whose kernels are interpreted nothing can be compiled. Launchers run as they are,
 on CPU tensors; a stub in place of the driver says which GPU it would be, and each launch ends when it is compiled.
-Usage: ahead_of_time.py CAPABILITY likely|all
+Usage: ahead_of_time.py CAPABILITY likely|all [PART PARTS]: of all cases, every PARTS-th from number PART on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ def cases(all_of_them: bool) -> Iterator[tuple[Heads, torch.dtype, tuple[int, ..
         yield SMOLLM2, torch.bfloat16, (1, 32)
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
         for dim, page, group, window, dtype in product(
-            (64, 80, 96, 128, 256), (8, 16, 64), (1, 4, 8), (0, 512), dtypes
+            (64, 80, 96, 128, 256), (8, 16, 32, 64), (1, 4, 8), (0, 512), dtypes
         ):
             yield Heads(2 * group, 2, dim, page, window), dtype, (1, 2, 32)
 
@@ -110,7 +110,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
 
 
-def main(capability: int, all_of_them: bool) -> None:
+def main(capability: int, all_of_them: bool, part: int = 0, parts: int = 1) -> None:
     driver.set_active(StubDriver(capability))
     compile_and_launch, seen = JITFunction.run, set()
 
@@ -127,16 +127,16 @@ def main(capability: int, all_of_them: bool) -> None:
         return kernel
 
     JITFunction.run = compile_only
-    for heads, dtype, splits in cases(all_of_them):
+    for heads, dtype, splits in islice(cases(all_of_them), part, None, parts):
         where = f"{heads} {dtype}"
         launch(heads, dtype, splits)
     widths = [(torch.bfloat16, 4096, 14336, 128_256)]
     if all_of_them:
         widths += [(torch.float16, 5120, 20480, 50_272), (torch.float32, 576, 1536, 49_152)]
-    for dtype, hidden, inner, vocab in widths:
+    for dtype, hidden, inner, vocab in widths if part == 0 else []:
         where = f"{hidden} {inner} {vocab} {dtype}"
         launch_rest(dtype, hidden, inner, vocab)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2] == "all")
+    main(int(sys.argv[1]), sys.argv[2] == "all", *map(int, sys.argv[3:]))

@@ -209,6 +209,47 @@ def test_without_access_pages_go_through_the_host_and_it_is_said(
     assert new_worker(kind="cuda_ipc", **how).probe(d.info).kind == ""
 
 
+def failing(call: str) -> Callable[..., int]:
+    def fail(*arguments: Any) -> int:
+        raise DriverError(call, 801, "operation not supported")
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("whose", "call"),
+    [
+        ("d", "export"),
+        *(("p", call) for call in ("open", "stream", "read", "mark", "wait", "write", "copy", "allocate")),
+    ],
+)
+def test_whatever_call_fails_pages_go_through_the_host_and_it_is_said(
+    new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch, whose: str, call: str
+) -> None:
+    with monkeypatch.context() as broken:
+        if whose == "d":
+            broken.setattr(FakeDriver, call, failing(call))
+        p, d = new_worker(), new_worker()
+        forced = new_worker(kind="cuda_ipc")
+        if whose == "p":
+            for worker in (p, forced):
+                broken.setattr(worker.driver, call, failing(call))
+        probe = p.probe(d.info)
+        assert forced.probe(d.info).kind == ""
+    assert probe.kind == "zmq" and f"cuda_ipc: {'' if whose == 'p' else 'the KV of '}" in probe.note
+    assert probe.note.endswith(f"{call}: operation not supported (801)")
+    assert not p.driver.opened and not forced.driver.opened
+    assert len(p.driver.arrays) == 1  # of the test nothing is left
+    assert d.transfer.verify(p.address, probe).kind == "zmq"
+    push = p.push(d.address, (1, 2, 9), (4, 5, 0))
+    wanted = p.array()[:, [1, 2, 9]].copy()
+    d.transfer.expect(push.attempt, p.address, push.target)
+    p.send(push)
+    assert d.landed.get(timeout=10) == push.attempt
+    assert (d.array()[:, [4, 5, 0]] == wanted).all()
+    assert p.done[0][1] == "zmq"  # which the metric of moved bytes is labelled with
+
+
 def test_a_pool_on_the_host_is_none_on_a_gpu(new_worker: NewWorker) -> None:
     d = new_worker()
     hosted = msgspec.structs.replace(d.info, pool=msgspec.structs.replace(d.info.pool, handle=b""))
