@@ -127,10 +127,13 @@ class Client:
         *,
         salt: str = "",
         group: RequestId | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> Stream:
         """Ask for one sequence. Never raises: a refusal is raised where the stream is read.
 
         `salt` separates prefix caches; `group` is the id of the first of sibling sequences with the same prompt.
+        `tenant`, `priority`: whose turn it is among those who wait.
         """
         packed = pack(prompt)
         root = page_root(self._model, salt)
@@ -145,6 +148,8 @@ class Client:
             targets=targets,
             age_s=0.0,
             group=group,
+            tenant=tenant,
+            priority=priority,
         )
         self._count += 1
         stream = Stream(request, self._now(), self._cancel)
@@ -205,6 +210,8 @@ class Client:
         stream.hear()
         stream.written_by(sender)
         stream.take(run)
+        if stream.began is None and stream.output:
+            stream.began = self._now()
         if stream.ended:
             self._streams.pop(stream.id, None)  # its reader may have ended it in between, as one by express can
 
@@ -345,6 +352,7 @@ class Client:
             output=stream.output.tobytes(),
             sampling=sampling,
             age_s=self._now() - stream.born,
+            first_age_s=-1.0 if stream.began is None else self._now() - stream.began,
         )
 
     # ---------------------------------------------------------------------------------------------------- ends

@@ -30,9 +30,13 @@ class FakeClient:
         *,
         salt: str = "",
         group: RequestId | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> Stream:
         id = RequestId(1, len(self.streams))
-        request = Generate(id, 0, pack(prompt), b"", b"", b"", sampling, targets, 0.0, group)
+        request = Generate(
+            id, 0, pack(prompt), b"", b"", b"", sampling, targets, 0.0, group, tenant=tenant, priority=priority
+        )
         stream = Stream(request, 0.0, lambda stream, reason: self.cancels.append((stream.id.n, reason)))
         self.streams.append(stream)
         self.salts.append(salt)

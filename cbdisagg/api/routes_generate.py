@@ -24,6 +24,7 @@ from cbdisagg.api.prompts import Prompt
 from cbdisagg.api.respond import Form, respond_stream, respond_whole
 from cbdisagg.api.schemas_requests import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from cbdisagg.api.service import SERVICE, Service
+from cbdisagg.api.wishes import Wishes, wishes_of
 
 COMPLETION_TOKENS = 16
 """What a completion generates when the request does not say."""
@@ -140,7 +141,8 @@ async def _respond(
 ) -> web.StreamResponse:
     service = request.app[SERVICE]
     ACCESS.get().prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-    choices = _start(service, asked, prompts, rooms, logprobs=logprobs, scores=scores)
+    wishes = wishes_of(request, asked, service.config.targets)
+    choices = _start(service, asked, wishes, prompts, rooms, logprobs=logprobs, scores=scores)
     if not asked.stream:
         return await respond_whole(form, choices, service.metrics)
     options = asked.stream_options or StreamOptions()
@@ -151,6 +153,7 @@ async def _respond(
 def _start(
     service: Service,
     asked: GenerationRequest,
+    wishes: Wishes,
     prompts: Sequence[Prompt],
     rooms: Sequence[int],
     *,
@@ -160,7 +163,6 @@ def _start(
     """Submit every sequence: n for each prompt. Everything is checked before anything starts. Raises ApiError."""
     n = choices_of(asked, service.config.limits)
     rules = text_rules(asked, service.bounds)
-    targets = service.targets(asked)
     samplings = [
         sampling_of(asked, service.bounds, max_tokens=room, logprobs=logprobs, scores=scores) for room in rooms
     ]
@@ -170,7 +172,15 @@ def _start(
             group = None
             for number in range(n):
                 sampling = msgspec.structs.replace(first, choice=number)
-                stream = service.client.submit(prompt.ids, sampling, targets, salt=asked.cache_salt or "", group=group)
+                stream = service.client.submit(
+                    prompt.ids,
+                    sampling,
+                    wishes.targets,
+                    salt=asked.cache_salt or "",
+                    group=group,
+                    tenant=wishes.tenant,
+                    priority=wishes.priority,
+                )
                 group = group or stream.id
                 choices.append(
                     Choice(
@@ -179,7 +189,7 @@ def _start(
                         stream,
                         service.tokenizer,
                         rules,
-                        targets,
+                        wishes.targets,
                         min_tokens=sampling.min_tokens,
                         keep=room > 0,
                         started_s=ACCESS.get().started_s,

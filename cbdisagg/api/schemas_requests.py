@@ -14,7 +14,9 @@ from msgspec import Meta, Raw, Struct
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 Unit: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400_000)]
+MOST_MILLISECONDS = 86_400_000
+Milliseconds: TypeAlias = Annotated[float, Meta(gt=0, le=MOST_MILLISECONDS)]
+MOST_PRIORITY = 100
 Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -28,7 +30,11 @@ class StreamOptions(Struct, frozen=True):
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
-    """What both endpoints take. `ttft_ms` and `tpot_ms` replace the configured targets for this request."""
+    """What both endpoints take. `ttft_ms` and `tpot_ms` replace the configured targets for this request.
+
+    Of those that wait, a higher `priority` goes first; within one, tenants take turns by the tokens they have had: they
+    are told apart by the header x-tenant-id, else by `user`, else by their key.
+    """
 
     model: str | None = None
     max_tokens: Count | None = None
@@ -55,6 +61,8 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
+    priority: Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
+    user: str | None = None
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -126,7 +134,6 @@ IGNORED = frozenset(
         "safety_identifier",
         "service_tier",
         "store",
-        "user",
         "verbosity",
     }
 )

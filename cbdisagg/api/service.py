@@ -18,10 +18,9 @@ from cbdisagg.api.errors import ApiError, shown
 from cbdisagg.api.limits import Bounds
 from cbdisagg.api.metrics import Metrics
 from cbdisagg.api.prompts import Prompts
-from cbdisagg.api.schemas_requests import GenerationRequest
 from cbdisagg.api.tokenizer import Tokenizer
 from cbdisagg.config import Config
-from cbdisagg.messages import Drain, Targets
+from cbdisagg.messages import Drain
 
 
 class ModelCard(Struct, frozen=True):
@@ -78,12 +77,6 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-
-    def targets(self, request: GenerationRequest) -> Targets:
-        configured = self.config.targets
-        ttft_ms = configured.ttft_ms if request.ttft_ms is None else request.ttft_ms
-        tpot_ms = configured.tpot_ms if request.tpot_ms is None else request.tpot_ms
-        return Targets(ttft_ms / 1e3, tpot_ms / 1e3)
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)

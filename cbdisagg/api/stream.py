@@ -60,6 +60,7 @@ class Stream:
     turn of the loop for each of them. What it cannot take, the end of the stream, and an exception that it raises go to
     the reader.
 
+    `born`, `began`: when it was asked for, and when its first token came.
     `output` holds all tokens received, read or not. `worker` has accepted the current submission; `heard` says that an
     answer to it has come, `parked` that it waits to be submitted; `deaths` counts workers lost since the last token.
     `lost_at`: since when nobody is known to go on with it, None while somebody is, or while it is first asked for.
@@ -69,6 +70,7 @@ class Stream:
         self.id = request.id
         self.request = request
         self.born = born
+        self.began: float | None = None
         self.submission = 0
         self.worker: Address | None = None
         self.heard = False

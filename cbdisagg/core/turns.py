@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from cbdisagg.core.cost import CostModel
 from cbdisagg.core.pace import Pace, token_s
@@ -73,6 +74,6 @@ class Turns:
         return (2, -request.spec.priority, had, *pace.urgency(request, cost, now, each_s))
 
     def _forget(self) -> None:
-        for tenant in list(self.had)[: max(0, len(self.had) - TENANTS)]:
+        for tenant in list(islice(self.had, max(0, len(self.had) - TENANTS))):
             if not self.here[tenant]:
                 del self.had[tenant]

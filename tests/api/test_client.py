@@ -106,7 +106,9 @@ def ready(stream: Stream) -> Update:
 
 def test_a_request_carries_all_that_a_worker_needs() -> None:
     h = Harness(D1)
-    stream = h.client.submit(PROMPT, Sampling(max_tokens=8, seed=3), TARGETS, salt="s", group=RequestId(7, 0))
+    stream = h.client.submit(
+        PROMPT, Sampling(max_tokens=8, seed=3), TARGETS, salt="s", group=RequestId(7, 0), tenant="t", priority=-2
+    )
     [(to, message)] = h.told
     root = page_root("m", "s")
     assert to == COORDINATOR
@@ -115,7 +117,8 @@ def test_a_request_carries_all_that_a_worker_needs() -> None:
     assert list(unpack(message.prompt)) == PROMPT
     assert (message.root, message.hashes) == (root, page_hashes(root, message.prompt, 2))
     assert (message.sampling, message.targets) == (Sampling(max_tokens=8, seed=3), TARGETS)
-    assert message.group == RequestId(7, 0)
+    assert (message.group, message.tenant, message.priority) == (RequestId(7, 0), "t", -2)
+    assert message.first_age_s == -1.0, "nothing has come"
     assert page_root("m", "s") != page_root("m", "")
     assert h.client.submit(PROMPT, Sampling(max_tokens=8), TARGETS).id != stream.id
 
@@ -279,6 +282,7 @@ def test_before_a_coordinator_knows_us_requests_are_refused() -> None:
 async def test_a_stream_goes_on_when_its_worker_is_gone(news: Members) -> None:
     h = Harness(D1)
     stream = h.submit(accepted_by=D1, prompt_logprobs=0)
+    h.clock += 1
     h.run(stream, 0, 10, 11, logprobs=(), prompt_logprobs=(None, Logprobs(-1.0), Logprobs(-2.0)))
     h.run(stream, 4, 99)  # early, and lost with its submission
     h.clock += 4
@@ -289,7 +293,8 @@ async def test_a_stream_goes_on_when_its_worker_is_gone(news: Members) -> None:
     [(to, message)] = h.told
     assert to == COORDINATOR
     assert isinstance(message, Generate)
-    assert (message.submission, list(unpack(message.output)), message.age_s) == (1, [10, 11], 4.0)
+    assert (message.submission, list(unpack(message.output))) == (1, [10, 11])
+    assert (message.age_s, message.first_age_s) == (5.0, 4.0), "it keeps its turn and its pace"
     assert message.sampling.prompt_logprobs == -1, "these have come; nobody computes them again"
     assert h.client.resumed == {"worker": 1}
     h.told.clear()

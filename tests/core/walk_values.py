@@ -137,7 +137,7 @@ OMITTED: dict[type, frozenset[str]] = {
         {"heard_at", "progress_at", "jobs", "between_ends_s", "ended_at"}
     ),  # silence is a fault here, no timer
     Client: frozenset({"resumed", "stats", "_now", "_tell", "_model", "_page_size", "_incarnation"}),
-    Stream: frozenset({"request", "born", "_cancel", "_unread", "_waiter"}),
+    Stream: frozenset({"request", "born", "began", "_cancel", "_unread", "_waiter"}),
     Peers: frozenset({"me"}),
     Request: frozenset({"key", "arrival", "page_size", "started", "first_token", "last_token", "passed", "overtaken"}),
     FakeSlot: frozenset(),
