@@ -23,7 +23,7 @@ from prometheus_client.core import (
 )
 
 from cbdisagg.api.choice import Choice
-from cbdisagg.api.totals import Rising, WorkerTotals
+from cbdisagg.api.totals import ERROR_LABELS, Rising, WorkerTotals
 from cbdisagg.messages import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -186,7 +186,14 @@ class WorkerMetrics:
         yield _counter("kv_page_leaks", "Pages that were lost; stays 0.", totals.page_leaks)
         yield _counter("kv_transfer_bytes", "KV bytes moved between workers.", totals.transfer_bytes, "transport")
         yield self._transfer_seconds()
+        yield self._step_errors()
         yield _counter("disagg_decision", "Routes chosen, by reason.", totals.decisions, "route", "reason")
+        yield _counter(
+            "local_prefills",
+            "Prompts computed where they decode, though routed elsewhere.",
+            totals.local_prefills,
+            "reason",
+        )
         yield _counter("worker_restarts", "Restarts of workers.", totals.restarts, "worker")
         resumed = CounterMetricFamily("cbdisagg:request_resumed", "Sequences that went on elsewhere.", labels=["cause"])
         for cause, count in self.resumed.items():
@@ -211,6 +218,15 @@ class WorkerMetrics:
         for labels, count in self._totals.transfers.total.items():
             family.add_metric(labels, count_value=int(count), sum_value=self._totals.transfer_seconds.total[labels])
         return family
+
+    def _step_errors(self) -> Metric:
+        errors = self._totals.step_errors.total
+        return HistogramMetricFamily(
+            "cbdisagg:step_model_error_ratio",
+            "How far the predicted time of a step was off, as a part of the measured one.",
+            buckets=list(zip(ERROR_LABELS, accumulate(errors[(label,)] for label in ERROR_LABELS), strict=True)),
+            sum_value=self._totals.step_error_sum.total[()],
+        )
 
 
 def _gauge(name: str, help: str, *labels: str) -> GaugeMetricFamily:

@@ -10,9 +10,12 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from typing import TypeAlias
 
-from cbdisagg.messages import Counters, Stats
+from cbdisagg.messages import ERROR_BOUNDS, Counters, Stats
 
 Labels: TypeAlias = tuple[str, ...]
+
+ERROR_LABELS = (*map(str, ERROR_BOUNDS), "+Inf")
+"""Upper bounds of a step's error, as histograms name them."""
 
 
 class Rising:
@@ -44,6 +47,9 @@ class WorkerTotals:
         self.transfers = Rising()
         self.decisions = Rising()
         self.restarts = Rising()
+        self.local_prefills = Rising()
+        self.step_errors = Rising()  # by ERROR_LABELS
+        self.step_error_sum = Rising()
 
     def observe(self, stats: Stats) -> None:
         for address, _, load in stats.loads:
@@ -63,6 +69,10 @@ class WorkerTotals:
         _see_each(self.transfer_bytes, source, counters.transfer_bytes)
         _see_each(self.transfer_seconds, source, counters.transfer_seconds)
         _see_each(self.transfers, source, counters.transfers)
+        _see_each(self.local_prefills, source, counters.local_prefills)
+        self.step_error_sum.see(source, (), counters.step_error_sum)
+        for bound, steps in zip(ERROR_LABELS, counters.step_errors, strict=False):  # () if none
+            self.step_errors.see(source, (bound,), steps)
 
 
 def _see_each(rising: Rising, source: Hashable, values: Mapping[str, float]) -> None:

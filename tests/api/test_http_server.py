@@ -14,7 +14,7 @@ from cbdisagg.api.fake import FakeClient
 from cbdisagg.api.schemas_responses import ModelEntry, ModelList, Tokenized
 from cbdisagg.api.server import HANDLERS
 from cbdisagg.config import Config, Limits, Targets
-from cbdisagg.messages import Address, Counters, Finish, Load, Stats
+from cbdisagg.messages import ERROR_BOUNDS, Address, Counters, Finish, Load, Stats
 
 PATH = "/v1/completions"
 
@@ -23,7 +23,7 @@ def ending(client, stream):
     client.give(stream, [9, 10, 11], Finish("length", queue_s=0.5, prefill_s=0.25, decode_s=0.125))
 
 
-def load(incarnation: int, running: int = 0, **counters) -> tuple[Address, str, Load]:
+def load(incarnation: int, running: int = 0, name: str = "d0", **counters) -> tuple[Address, str, Load]:
     state = Load(
         busy=True,
         running=running,
@@ -35,7 +35,7 @@ def load(incarnation: int, running: int = 0, **counters) -> tuple[Address, str, 
         pages_cached=20,
         counters=Counters(**counters),
     )
-    return Address("d0", incarnation, "x"), "decode", state
+    return Address(name, incarnation, "x"), "decode", state
 
 
 async def scrape(http) -> dict[str, float]:
@@ -228,6 +228,27 @@ async def test_worker_counters_never_fall_across_restarts(serve):
     assert {name: value for name, value in third.items() if "http_requests" not in name} == {
         name: value for name, value in second.items() if "http_requests" not in name
     }
+
+
+async def test_what_predictions_were_worth_is_told_of_all_workers(serve):
+    """How far steps were off, and how often a prompt was not computed where it was routed to."""
+    http = await serve(FakeClient(ending))
+    none = (0,) * len(ERROR_BOUNDS)
+    http.client.stats = Stats(
+        (
+            load(1, step_errors=(3, 2, *none[1:]), step_error_sum=0.05, local_prefills={"cached": 2}),
+            load(2, name="d1", step_errors=(*none, 4), step_error_sum=8.0, local_prefills={"cached": 1}),
+        ),
+        (),
+        {},
+        True,
+        "",
+    )
+    seen = await scrape(http)
+    name = "step_model_error_ratio"
+    assert [seen[f"{name}_bucket{{le={bound}}}"] for bound in (0.01, 0.02, 1.0, "+Inf")] == [3, 5, 5, 9]
+    assert (seen[f"{name}_count{{}}"], seen[f"{name}_sum{{}}"]) == (9, 8.05)
+    assert seen["local_prefills_total{reason=cached}"] == 3
 
 
 async def test_openapi_is_what_is_served(serve):
