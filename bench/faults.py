@@ -132,7 +132,7 @@ def faults(
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Requests of one round of the load.")] = 48,
     concurrency: Annotated[int, typer.Option(callback=at_least(1), help="How many clients at once.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the requests, the faults and their moments.")] = 0,
-    keep: Annotated[Path | None, typer.Option(help="Where a failing run leaves its journals and its log.")] = None,
+    keep: Annotated[Path | None, typer.Option(help="Where the journals and the log are left.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Kill, stop and restart processes of a service under load; compare every answer with the undisturbed one.
@@ -154,7 +154,7 @@ def faults(
                 report = asyncio.run(measure(plan, options, folder, progress))
         except ServiceFailed as failure:
             fail(str(failure))
-        if keep is not None and not report.clean:
+        if keep is not None:
             shutil.copytree(folder, keep, dirs_exist_ok=True)
     if as_json:
         print(json.dumps(asdict(report) | {"plan": asdict(plan) | {"model": model, "dtype": dtype}}, indent=1))

@@ -18,6 +18,7 @@ from cbdisagg_bench.faults_moments import Strike
 from rich.table import Table
 
 START_S = 0.25
+LONGEST = 10
 SEVERAL = "several faults"
 CAUSES = ("another worker was up", "restart needed", "told to end", "stopped or frozen", "coordinator", SEVERAL)
 """Rows of the pauses. Who takes a stream over can be struck in its turn, before it has said anything."""
@@ -49,12 +50,31 @@ class Spread:
     longest: float
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """The silence of one stream that these strikes fell into. Times are of the monotonic clock."""
+
+    answer: Answer
+    began: float
+    ended: float
+    strikes: tuple[Strike, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def cause(self) -> str:
+        return cause_of(self.strikes[0]) if len(self.strikes) == 1 else SEVERAL
+
+
 @dataclass(slots=True)
 class Report:
     """Faults by "kind role"; requests a second by phase; pauses in seconds by cause, and "undisturbed".
 
     `leaked` has a line for each thing that was left; `crashed` for each process that ended by itself; `suspected` for
-    each that the service has killed though it was only slow; `errors` counts what clients were told, by text.
+    each that the service has killed though it was only slow; `errors` counts what clients were told, by text;
+    `longest_pauses` are the LONGEST of all pauses, whatever their cause.
     """
 
     faults: dict[str, int] = field(default_factory=dict)
@@ -69,6 +89,7 @@ class Report:
     suspected: list[str] = field(default_factory=list)
     errors: dict[str, int] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    longest_pauses: list[Finding] = field(default_factory=list)
     drift: float = 0.0
     pauses_s: dict[str, Spread] = field(default_factory=dict)
     requests_per_s: dict[str, float] = field(default_factory=dict)
@@ -89,11 +110,9 @@ def silences(answer: Answer) -> list[tuple[float, float]]:
     return list(pairwise(answer.times))
 
 
-def pauses(
-    answers: Iterable[Answer], strikes: Sequence[Strike], visits: Mapping[int, Sequence[Visit]]
-) -> dict[str, list[float]]:
-    """Seconds by cause: for each stream, each of its silences that a fault fell into."""
-    found: dict[str, list[float]] = {cause: [] for cause in CAUSES}
+def pauses(answers: Iterable[Answer], strikes: Sequence[Strike], visits: Mapping[int, Sequence[Visit]]) -> list[Pause]:
+    """For each stream, each of its silences that a fault fell into."""
+    found: list[Pause] = []
     for answer in answers:
         met: dict[tuple[float, float], list[Strike]] = {}
         for strike in strikes:
@@ -102,9 +121,16 @@ def pauses(
             fitting = [(a, b) for a, b in silences(answer) if a < strike.at + START_S and b > strike.at]
             if fitting:
                 met.setdefault(max(fitting, key=lambda it: it[1] - it[0]), []).append(strike)
-        for (start, end), those in met.items():
-            found[cause_of(those[0]) if len(those) == 1 else SEVERAL].append(end - start)
+        found += [Pause(answer, began, ended, tuple(those)) for (began, ended), those in met.items()]
     return found
+
+
+def by_cause(found: Iterable[Pause]) -> dict[str, list[float]]:
+    """Seconds; each of CAUSES is there."""
+    seconds: dict[str, list[float]] = {cause: [] for cause in CAUSES}
+    for pause in found:
+        seconds[pause.cause].append(pause.seconds)
+    return seconds
 
 
 def cause_of(strike: Strike) -> str:
@@ -147,13 +173,35 @@ def finding(
     phase: str, verdict: Verdict, answer: Answer, strikes: Sequence[Strike], journals: Journals, origin: float
 ) -> Finding:
     """`origin` is the time that counts as 0."""
-    body = {name: value for name, value in answer.ask.body.items() if name not in ("prompt", "messages")}
     met = [strike for strike in strikes if answer.began - 1.0 < strike.at < answer.ended]
+    return _finding(phase, verdict.kind, verdict.what, answer, met, journals, origin)
+
+
+def longest(found: Sequence[Pause], journals: Journals, origin: float) -> list[Finding]:
+    """The LONGEST pauses, with what one needs to see where the time went."""
+    return [
+        _finding(
+            "during",
+            pause.cause,
+            f"{pause.seconds:.2f} s of silence from {pause.began - origin:.3f} s on",
+            pause.answer,
+            pause.strikes,
+            journals,
+            origin,
+        )
+        for pause in sorted(found, key=lambda pause: -pause.seconds)[:LONGEST]
+    ]
+
+
+def _finding(
+    phase: str, kind: str, what: str, answer: Answer, met: Sequence[Strike], journals: Journals, origin: float
+) -> Finding:
+    body = {name: value for name, value in answer.ask.body.items() if name not in ("prompt", "messages")}
     mine = [visit for visit in journals.visits.get(answer.ask.number, ()) if answer.began <= visit.at <= answer.ended]
     return Finding(
         phase=phase,
-        kind=verdict.kind,
-        what=verdict.what,
+        kind=kind,
+        what=what,
         request=answer.ask.number,
         salt=answer.salt,
         began_s=round(answer.began - origin, 3),

@@ -17,7 +17,7 @@ from itertools import islice
 
 from cbdisagg_bench.faults_answers import Answer, compare
 from cbdisagg_bench.faults_client import Client, ask_all, open_session
-from cbdisagg_bench.faults_figures import Report, finding, first_events, pauses, silences, spread
+from cbdisagg_bench.faults_figures import Report, by_cause, finding, first_events, longest, pauses, silences, spread
 from cbdisagg_bench.faults_journal import Journals
 from cbdisagg_bench.faults_load import Ask, draw_load, rounds
 from cbdisagg_bench.faults_moments import Striker, draw_fault
@@ -119,8 +119,10 @@ class Trial:
         report.pauses_s = {
             "undisturbed": spread([max(b - a for a, b in gaps) for it in calm if (gaps := silences(it))])
         }
-        found = pauses(struck, strikes, self.journals.visits) | first_events(struck, strikes)
-        report.pauses_s |= {cause: spread(seconds) for cause, seconds in found.items()}
+        found = pauses(struck, strikes, self.journals.visits)
+        rows = by_cause(found) | first_events(struck, strikes)
+        report.pauses_s |= {row: spread(seconds) for row, seconds in rows.items()}
+        report.longest_pauses = longest(found, self.journals, self._origin)
         report.leaked = self.rest.leaked
         for process in self.rest.processes.unstruck:
             cause = self.journals.causes.get(process.incarnation, "of an unknown cause")

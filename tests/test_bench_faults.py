@@ -23,7 +23,18 @@ from aiohttp.test_utils import TestServer
 from cbdisagg_bench import faults
 from cbdisagg_bench.faults_answers import Answer, compare
 from cbdisagg_bench.faults_client import Client, ask_all, open_session
-from cbdisagg_bench.faults_figures import Report, Spread, cause_of, finding, first_events, pauses, spread, tables
+from cbdisagg_bench.faults_figures import (
+    Report,
+    Spread,
+    by_cause,
+    cause_of,
+    finding,
+    first_events,
+    longest,
+    pauses,
+    spread,
+    tables,
+)
 from cbdisagg_bench.faults_journal import Journals, Visit
 from cbdisagg_bench.faults_load import FIRST_SEED, Ask, Room, draw_load, rounds
 from cbdisagg_bench.faults_moments import Fault, Strike, Striker, draw_fault
@@ -544,28 +555,42 @@ def visit(at: float, incarnation: int, decodes: bool = True, n: int = 0) -> Visi
 def test_a_pause_is_the_longest_silence_that_begins_with_the_fault() -> None:
     it = stream(1.0, 1.1, 1.2, 3.2, 3.3, 9.0)
     visits = {3: [visit(0.5, 5), visit(3.0, 6)]}
-    found = pauses([it], [strike(1.15)], visits)
-    assert found["another worker was up"] == [pytest.approx(2.0)], "what was on its way came at 1.2"
-    assert sum(map(len, found.values())) == 1
-    assert not any(pauses([it], [strike(1.15, incarnation=7)], visits).values()), "another worker's fault"
-    assert not any(pauses([it], [strike(5.0)], visits).values()), "it is served by 6 by now"
-    assert not any(pauses([it], [strike(10.0)], visits).values()), "it has ended"
-    assert pauses([it], [strike(5.0, "coordinator", 1)], visits)["coordinator"] == [pytest.approx(5.7)]
+    (found,) = pauses([it], [strike(1.15)], visits)
+    assert (found.cause, found.seconds) == ("another worker was up", pytest.approx(2.0)), "the rest came at 1.2"
+    assert by_cause([found])["another worker was up"] == [pytest.approx(2.0)]
+    assert not pauses([it], [strike(1.15, incarnation=7)], visits), "another worker's fault"
+    assert not pauses([it], [strike(5.0)], visits), "it is served by 6 by now"
+    assert not pauses([it], [strike(10.0)], visits), "it has ended"
+    (found,) = pauses([it], [strike(5.0, "coordinator", 1)], visits)
+    assert (found.cause, found.seconds) == ("coordinator", pytest.approx(5.7))
 
 
 def test_a_silence_with_several_faults_counts_once() -> None:
     it = stream(1.0, 1.1, 8.0)
     visits = {3: [visit(0.5, 5), visit(2.0, 6)]}
-    found = pauses([it], [strike(1.2), strike(2.5, incarnation=6, alone=True), strike(3.0, "coordinator", 1)], visits)
-    assert {cause: len(seconds) for cause, seconds in found.items() if seconds} == {"several faults": 1}
+    strikes = [strike(1.2), strike(2.5, incarnation=6, alone=True), strike(3.0, "coordinator", 1)]
+    (found,) = pauses([it], strikes, visits)
+    assert (found.cause, list(found.strikes)) == ("several faults", strikes)
 
 
 def test_a_prefill_worker_serves_until_the_first_event() -> None:
     visits = {3: [visit(0.5, 5), visit(0.6, 8, decodes=False)]}
     it = stream(2.0, 2.1, 4.0)
-    assert not any(pauses([it], [strike(2.05, "prefill-0", 8)], visits).values())
+    assert not pauses([it], [strike(2.05, "prefill-0", 8)], visits)
     again = {3: [*visits[3], visit(2.2, 8, decodes=False)]}  # it has been preempted, and is prefilled anew
-    assert pauses([it], [strike(2.5, "prefill-0", 8)], again)["another worker was up"] == [pytest.approx(1.9)]
+    (found,) = pauses([it], [strike(2.5, "prefill-0", 8)], again)
+    assert (found.cause, found.seconds) == ("another worker was up", pytest.approx(1.9))
+
+
+def test_the_longest_pauses_come_with_what_one_needs_to_look_into_them() -> None:
+    journals = Journals(Path("j"), names={5: "decode-0", 6: "decode-1"})
+    journals.visits[3] += [visit(0.5, 5), visit(1.3, 6)]
+    answers = [stream(1.0, 1.1, end) for end in (4.0, 9.0)]
+    first, second = longest(pauses(answers, [strike(1.15)], journals.visits), journals, 0.5)
+    assert first.kind == second.kind == "another worker was up"
+    assert first.what == "7.90 s of silence from 0.600 s on"
+    assert first.faults == ["0.650 s: kill decode-0 after Submit"]
+    assert first.journals == ["decode-0.5.0000.journal", "decode-1.6.0000.journal"]
 
 
 def test_causes() -> None:
@@ -646,7 +671,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     assert right in line
 
 
-def test_the_status_is_that_of_the_report_and_a_failing_run_keeps_its_journals(
+def test_the_status_is_that_of_the_report_and_journals_are_kept_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Report()
@@ -663,8 +688,9 @@ def test_the_status_is_that_of_the_report_and_a_failing_run_keeps_its_journals(
     words += ["--set", "policy.suspect_s=7"]
     assert command_line(words, monkeypatch) == 0
     assert json.loads(capsys.readouterr().out)["verdicts"] == {"lost": 0, "altered": 0, "repeated": 0}
-    assert not (tmp_path / "kept").exists()
-    report.leaked.append("a page")
-    assert command_line(words, monkeypatch) == 1
     assert (tmp_path / "kept" / "journals").is_dir()
+    report.leaked.append("a page")
+    words[words.index("--keep") + 1] = str(tmp_path / "again")
+    assert command_line(words, monkeypatch) == 1
+    assert (tmp_path / "again" / "journals").is_dir()
     assert "leaked: a page" in capsys.readouterr().err
