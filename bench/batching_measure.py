@@ -87,8 +87,8 @@ def _laboratory(plan: Plan, bar: Progress) -> Iterator[Lab]:
     from cbdisagg_bench.batching_models import model_folder  # torch: only where a model is wanted
     from cbdisagg_bench.batching_wall import Lab
 
-    task = bar.add_task("making or loading the model", total=1)
-    with model_folder(plan.model, plan.dtype, plan.device, lambda part: bar.update(task, completed=part)) as folder:
+    task = bar.add_task("making or loading the model", total=None)
+    with model_folder(plan.model, plan.dtype) as folder:
         lab = Lab(folder, plan.dtype, plan.threads, plan.scale, plan.device)
         bar.remove_task(task)
         yield lab

@@ -1,29 +1,27 @@
-"""The wall clock's model: a folder, a name, or one with random weights, made on the device that will run it.
+"""The wall clock's model: a folder, a name, or one with random weights, drawn by each process that runs it.
 
 Batching does not care what the tokens say, so the article's OPT-13B needs no download: a model of its shape takes the
-same time. It is written as an ordinary model folder (weights, config, a tokenizer of plain numbers), because services
-load it too; it lasts as long as the experiment and takes as much room in the temporary folder as its weights, 26 GB for
-OPT-13B. `opt-tiny` is the same family at a size that any machine runs in a moment: it tries the way, it shows nothing.
+same time. It is a model folder like others (config, a tokenizer of plain numbers), because services load it too, but
+holds no weights, only how to draw them. `opt-tiny` is the same family at a size that any machine runs in a moment: it
+tries the way, it shows nothing.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 from cbdisagg.config import Model
-from cbdisagg.engine.weight_files import INDEX
+from cbdisagg.engine.random_weights import Drawn, write_recipe
 from cbdisagg.prepare import prepare_model
 
 RANDOM: Mapping[str, Mapping[str, Any]] = {
@@ -36,14 +34,14 @@ SPREAD = {"opt-13b": 0.02, "opt-tiny": 0.3}
 
 
 @contextmanager
-def model_folder(name: str, dtype: str, device: str, progress: Callable[[float], None]) -> Iterator[Path]:
+def model_folder(name: str, dtype: str) -> Iterator[Path]:
     """Where the model lies, while it is wanted. `name`: a folder, what `[model] name` takes, or one of RANDOM.
 
-    `progress` is told which part of the random weights is written. Raises ModelError if there is no such model.
+    Raises ModelError if there is no such model.
     """
     if name in RANDOM:
         with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
-            write_random(Path(folder), name, getattr(torch, dtype), torch.device(device), progress)
+            write_random(Path(folder), name, getattr(torch, dtype))
             yield Path(folder)
         return
     path = Path(name).expanduser()
@@ -51,48 +49,35 @@ def model_folder(name: str, dtype: str, device: str, progress: Callable[[float],
     yield prepare_model(model, lambda stage, fraction: None)
 
 
-def write_random(
-    folder: Path, name: str, dtype: torch.dtype, device: torch.device, progress: Callable[[float], None], seed: int = 0
-) -> None:
-    """A model folder of the shape RANDOM[name]: biases 0, norms 1, all else normal. One file for each layer."""
-    config = OPTConfig(
-        **RANDOM[name],
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=RANDOM[name]["hidden_size"],
-        dtype=dtype,
-    )
+def write_random(folder: Path, name: str, dtype: torch.dtype) -> None:
+    """A model folder of the shape RANDOM[name]."""
+    config = random_config(name)
+    config.dtype = dtype
     config.architectures = ["OPTForCausalLM"]
     config.save_pretrained(folder)
     _write_tokenizer(folder)
+    write_recipe(folder, dtype, random_tensors(name))
+
+
+def random_config(name: str) -> OPTConfig:
+    shape = RANDOM[name]
+    return OPTConfig(
+        **shape, vocab_size=VOCAB, max_position_embeddings=CONTEXT, word_embed_proj_dim=shape["hidden_size"]
+    )
+
+
+def random_tensors(name: str) -> dict[str, Drawn]:
+    """Biases 0, norms 1, all else normal."""
     with torch.device("meta"):
-        shapes = {key: value.shape for key, value in OPTForCausalLM(config).state_dict().items()}
+        shapes = {key: tuple(value.shape) for key, value in OPTForCausalLM(random_config(name)).state_dict().items()}
     del shapes["lm_head.weight"]  # the embedding's
-    draw = torch.Generator(device).manual_seed(seed)
-    files = _by_layer(shapes)
-    for number, (file, keys) in enumerate(files.items(), 1):
-        tensors = {key: _tensor(key, shapes[key], dtype, draw, SPREAD[name]).cpu() for key in keys}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        progress(number / len(files))
-    index = {"metadata": {}, "weight_map": {key: file for file, keys in files.items() for key in keys}}
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    return {key: _drawn(key, shape, SPREAD[name]) for key, shape in shapes.items()}
 
 
-def _by_layer(keys: Mapping[str, object]) -> dict[str, list[str]]:
-    files: dict[str, list[str]] = {}
-    for key in keys:
-        layer = key.partition("layers.")[2].partition(".")[0]
-        files.setdefault(f"layer-{int(layer):03}.safetensors" if layer else "rest.safetensors", []).append(key)
-    return files
-
-
-def _tensor(key: str, shape: torch.Size, dtype: torch.dtype, draw: torch.Generator, spread: float) -> Tensor:
-    made = torch.zeros(shape, dtype=dtype, device=draw.device)
+def _drawn(key: str, shape: tuple[int, ...], spread: float) -> Drawn:
     if key.endswith("bias"):
-        return made
-    if "layer_norm" in key:
-        return made.fill_(1.0)
-    return made.normal_(0.0, spread, generator=draw)
+        return Drawn(shape)
+    return Drawn(shape, mean=1.0) if "layer_norm" in key else Drawn(shape, spread=spread)
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -24,7 +24,7 @@ from cbdisagg.messages import Address, AttemptId, Push, RequestId, WorkerInfo
 from cbdisagg.transfer.cuda_driver import CudaDriver, Driver
 from cbdisagg.transfer.cuda_fake import FakeDriver
 from cbdisagg.transfer.cuda_ipc import CudaIpcLink
-from cbdisagg.transfer.cuda_pool import DevicePool, DeviceRange, create_device_pool
+from cbdisagg.transfer.cuda_pool import TRIAL_BYTES, DevicePool, DeviceRange, create_device_pool
 
 PART = "ipc"
 LAYERS, PAGES, PAGE_BYTES = 32, 512, 65_536
@@ -73,7 +73,7 @@ def push(setting: Setting, peer: WorkerInfo, exports: dict[bytes, int]) -> Pushe
         pool,
         KernelCopier(device, info.page_bytes, lambda at, size: _at(setting, at, size), setting.device.queueing_on),
     )
-    trial = link.test()
+    trial = link.test(setting.size(TRIAL_BYTES, 1 << 11))
     source, target = tuple(range(info.pages)), _target(setting)
     attempt, best = AttemptId(1, RequestId(1, 1), 1), float("inf")
     for serial in range(setting.size(ROUNDS, 1)):

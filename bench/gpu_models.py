@@ -1,4 +1,7 @@
-"""Llama-shaped models with random weights, made on the device: in memory for steps, as folders for services."""
+"""Llama-shaped models with random weights, made on the device: in memory for steps, as folders for services.
+
+A folder holds no weights either, only how each process draws them on its own device.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from cbdisagg_bench.faults_load import WORDS
 from cbdisagg_bench.gpu_rows import Setting
 from cbdisagg_bench.step import random_tensors
 from cbdisagg_kernels.gpu.ops import triton_ops
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -21,8 +23,10 @@ from cbdisagg.engine.device_runner import DeviceRunner
 from cbdisagg.engine.families import spec_of, weights_of
 from cbdisagg.engine.kv import KvShape, as_pool
 from cbdisagg.engine.model import Decoder, make_linears
+from cbdisagg.engine.random_weights import Drawn, write_recipe
 
 PAGE = 16
+SPREAD = 0.04
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +77,19 @@ def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most
     return DeviceRunner(decoder, max_len, setting.device, most_slots=2 * most_batch, most_batch=most_batch)
 
 
-def write_folder(folder: Path, shape: Llama, setting: Setting, seed: int = 0) -> Path:
+def write_folder(folder: Path, shape: Llama) -> Path:
     """A model folder that services load: bfloat16, and a tokenizer of the words of `bench faults`, then numbers."""
-    torch.manual_seed(seed)
     config = shape.config()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
-    with torch.device(setting.torch_device):
+    with torch.device("meta"):
         tensors = random_tensors(spec_of(config), shape.inner)
-        tensors["lm_head.weight"] = torch.empty_like(tensors["model.embed_tokens.weight"]).normal_(0.0, 0.04)
-    save_file({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    drawn = {
+        name: Drawn(tuple(tensor.shape), spread=SPREAD) if tensor.dim() > 1 else Drawn(tuple(tensor.shape), mean=1.0)
+        for name, tensor in tensors.items()
+    }
+    write_recipe(folder, torch.bfloat16, drawn)
     names = [*dict.fromkeys(WORDS), *map(str, range(shape.vocab))][: shape.vocab]
     words = Tokenizer(WordLevel({name: n for n, name in enumerate(names)}, unk_token=names[0]))
     words.pre_tokenizer = Whitespace()

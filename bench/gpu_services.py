@@ -79,7 +79,7 @@ def pair(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        write_folder(folder / "model", shape, setting)
+        write_folder(folder / "model", shape)
         roles = {"pair": {"prefill": 1, "decode": 1}, "single": {"any": 1}}
         for service, each in roles.items():
             text = config_text(setting, each, "bfloat16", max_len=prompt + 64, batch=16, budget=prompt + 64)
@@ -152,7 +152,7 @@ def kills(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()
-        write_folder(folder / "model", TINY, setting)
+        write_folder(folder / "model", TINY)
         roles = {"prefill": 2, "decode": 2}
         config = config_text(setting, roles, "float32", max_len=1024, batch=16, budget=256)
         (folder / "service.toml").write_text(config)

@@ -83,7 +83,7 @@ def describe(
 def weight_bytes(folder: Path, dtype: str, cache: Path | None = None) -> int:
     """What a model takes on a GPU before its pool: products in `dtype`, and the embedding as it is stored."""
     spec = read_spec(folder, cache)
-    weights = weights_of(spec, load(folder))
+    weights = weights_of(spec, load(folder, torch.device("meta")))
     numbers = sum(columns * inputs for columns, inputs in (product.shape for product in weights.products()))
     return numbers * _dtype(dtype).itemsize + weights.embed.nbytes
 
@@ -140,8 +140,8 @@ def build_device_runner(
     where = device.torch_device
     pool = as_pool(torch.as_tensor(memory, device=where), shape)
     ops = _ops(dtype, "same", where)
-    weights = weights_of(spec, load(folder))
     with device.queueing():
+        weights = weights_of(spec, load(folder, where))
         decoder = Decoder(spec, weights, make_linears(weights, ops, shape.dtype), ops, pool, max_len)
     device.mark().wait()
     return DeviceRunner(decoder, max_len, device, most_slots, most_batch, progress)

@@ -1,4 +1,7 @@
-"""Which files of a Hugging Face folder hold the weights: safetensors, one or several with an index. No torch here."""
+"""Which files of a Hugging Face folder hold the weights: safetensors, one or several with an index. No torch here.
+
+Or, in a folder that has none, the one that says how to draw them: `random_weights.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from cbdisagg.config import ModelError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+RANDOM = "random-weights.json"
 PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
@@ -16,6 +20,8 @@ def weight_files(folder: Path) -> list[Path]:
     """In order of their names. Raises ModelError if one is missing, the index is none, or there are only pickles."""
     if (folder / INDEX).is_file():
         names = _indexed(folder / INDEX)
+    elif (folder / RANDOM).is_file() and not (folder / SINGLE).is_file():
+        names = [RANDOM]
     else:
         names = [SINGLE]
         pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))

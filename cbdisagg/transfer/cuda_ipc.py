@@ -97,10 +97,11 @@ class CudaIpcLink:
             self.close()
             raise
 
-    def test(self) -> Opened:
+    def test(self, nbytes: int = 0) -> Opened:
         """Leave a pattern in the peer's pool, and time copies into the room for them; the best counts.
 
-        Both come from this GPU's memory, as pages do, and what is timed is what copies pages.
+        Both come from this GPU's memory, as pages do, and what is timed is what copies pages. `nbytes` of one copy, at
+        most TRIAL_BYTES; 0: that.
         """
         pattern = make_pattern(self._me.incarnation, SEAT_BYTES)
         here = self._driver.allocate(SEAT_BYTES)
@@ -111,7 +112,7 @@ class CudaIpcLink:
             self._driver.wait(self._driver.mark(self._stream))
         finally:
             self._driver.free(here)
-        count = TRIAL_BYTES // self._info.page_bytes
+        count = (nbytes or TRIAL_BYTES) // self._info.page_bytes
         pages = self._copier.prepare(tuple(range(count)), tuple(range(count)), self._stream)
         best = min(self._timed_copies(pages) for _ in range(TRIALS))
         return Opened(KIND, TRIAL_COPIES * count * self._info.page_bytes, zlib.crc32(pattern.data), best, "")

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbdisagg.config import ModelError
+from cbdisagg.engine.random_weights import Drawn, write_recipe
 from cbdisagg.engine.weight_files import INDEX
 from cbdisagg.engine.weights import load
 
@@ -102,4 +103,43 @@ def test_indices_that_are_refused(tmp_path: Path, case: str) -> None:
     content, reason = INDICES[case]
     (tmp_path / INDEX).write_text(json.dumps(content))
     with pytest.raises(ModelError, match=reason):
+        load(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------- random ones
+
+TENSORS = {"a": Drawn((64, 48), spread=0.5), "b": Drawn((64, 48), mean=2.0, spread=0.5), "ones": Drawn((48,), mean=1.0)}
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def test_a_folder_may_say_how_its_weights_are_drawn(tmp_path: Path) -> None:
+    """Each tensor by itself, the same in every process; its shape is known without drawing it."""
+    write_recipe(tmp_path, torch.float16, TENSORS, seed=3)
+    tensors, again = load(tmp_path), load(tmp_path)
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    assert {(tensor.dtype, tensor.device) for tensor in tensors.values()} == {(torch.float16, CPU)}
+    assert (tensors["ones"] == 1).all()
+    assert tensors["a"].float().mean().item() == pytest.approx(0.0, abs=0.05)
+    assert tensors["b"].float().mean().item() == pytest.approx(2.0, abs=0.05)
+    assert tensors["a"].float().std().item() == pytest.approx(0.5, abs=0.05)
+    assert not torch.allclose(tensors["a"].float() + 2, tensors["b"].float(), atol=0.1)
+    shapes = {name: (tensor.shape, tensor.is_meta) for name, tensor in load(tmp_path, META).items()}
+    assert shapes == {name: (each.shape, True) for name, each in TENSORS.items()}
+    write_recipe(tmp_path, torch.float16, {"a": TENSORS["a"]}, seed=3)
+    assert torch.equal(load(tmp_path)["a"], tensors["a"])
+    write_recipe(tmp_path, torch.float16, TENSORS, seed=4)
+    assert not torch.equal(load(tmp_path)["a"], tensors["a"])
+
+
+def test_weights_that_are_there_are_not_drawn(tmp_path: Path) -> None:
+    write_recipe(tmp_path, torch.float16, TENSORS)
+    save_file({"c": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert load(tmp_path).keys() == {"c"}
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"seed": 1, "dtype": "nothing", "tensors": {"a": {"shape": [1]}}}'])
+def test_what_says_no_way_to_draw_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "random-weights.json").write_text(text)
+    with pytest.raises(ModelError, match=r"random-weights\.json: is no list of random weights"):
         load(tmp_path)
