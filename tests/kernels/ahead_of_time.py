@@ -59,11 +59,11 @@ def cases(all_of_them: bool) -> Iterator[tuple[Heads, torch.dtype, tuple[int, ..
     if all_of_them:
         yield OPT_13B, torch.float16, (1, 8)
         yield SMOLLM2, torch.bfloat16, (1, 32)
-        dtypes = (torch.float32, torch.float16, torch.bfloat16)
-        for dim, page, group, window, dtype in product(
-            (64, 80, 96, 128, 256), (8, 16, 32, 64), (1, 4, 8), (0, 512), dtypes
-        ):
-            yield Heads(2 * group, 2, dim, page, window), dtype, (1, 2, 32)
+        dtypes, dims = (torch.float32, torch.float16, torch.bfloat16), (64, 80, 128, 192, 256)
+        for dtype, dim, group, window in product(dtypes, dims, (1, 8, 32), (0, 512)):
+            yield Heads(2 * group, 2, dim, 16, window), dtype, (1, 32)
+        for dtype, dim, page in product(dtypes, dims, (8, 32, 64)):  # a page's size is in addresses only
+            yield Heads(8, 2, dim, page), dtype, (1, 2)
 
 
 def words(at: int, *shape: int) -> torch.Tensor:
