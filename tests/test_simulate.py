@@ -85,7 +85,7 @@ def test_the_journal_of_a_coordinator_is_a_workload(tmp_path: Path, capsys: pyte
         (("made", "--profile", "nowhere.json"), "nowhere.json: cannot be read: No such file"),
         (("made", "--profile", CONFIG), "1p1d.toml: not a profile"),
         ((CONFIG, "--profile", PROFILE), "1p1d.toml: line 1: JSON is malformed"),
-        (("made", "--profile", PROFILE, "--set", "kv.pages=1"), "the pool holds 16 tokens"),
+        (("made", "--profile", PROFILE, "--set", "kv.pages=1"), "[kv] pages = 1: at least 2 are needed"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_a_line(arguments: tuple[str, ...], problem: str) -> None:

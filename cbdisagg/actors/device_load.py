@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cbdisagg.actors.sizing import device_pool_bytes, size_pool
 from cbdisagg.actors.start import Start
 from cbdisagg.config import Config, ConfigError
+from cbdisagg.core.sizing import DeviceMemory, size_device_pool
 from cbdisagg.engine.base import Launcher
 from cbdisagg.load import cache_folder
 from cbdisagg.messages import Address
@@ -54,19 +54,10 @@ def _load(start: Start, config: Config, me: Address, progress: Callable[[str, fl
     model = describe(folder, dtype, cache=cache, device=device.torch_device)
     page_bytes, weights = model.page_bytes(page_size), weight_bytes(folder, dtype, cache)
     _, total = driver.memory()
-    room = 0
-    if not (config.kv.pages or config.kv.memory_mb):
-        longest = -(-(config.model.max_len or page_size) // page_size)
-        room = device_pool_bytes(
-            total,
-            start.memory_fraction,
-            weights,
-            model.vocab,
-            config.scheduler,
-            max(2, longest) * model.layers * page_bytes,
-            f"{start.name} on {start.device}",
-        )
-    pages, max_len = size_pool(config.kv, config.model.max_len, model.context, model.layers * page_bytes, room)
+    memory, where = DeviceMemory(total, weights, model.vocab), f"{start.name} on {start.device}"
+    pages, max_len = size_device_pool(
+        config, model.context, model.layers * page_bytes, memory, start.memory_fraction, where
+    )
     pool = create_device_pool(driver, me, model.layers, pages, page_bytes, device.stream)
     progress("loading weights", LOADED)
     try:
@@ -85,7 +76,7 @@ def _load(start: Start, config: Config, me: Address, progress: Callable[[str, fl
     except torch.OutOfMemoryError:
         kv = pages * model.layers * page_bytes
         raise ConfigError(
-            f"{start.name} on {start.device}: {weights / 2**30:.1f} GiB of weights and what a step needs find no room "
+            f"{where}: {weights / 2**30:.1f} GiB of weights and what a step needs find no room "
             f"beside {kv / 2**30:.1f} GiB of KV cache and what others have there: lower workers.N.memory_fraction, "
             "kv.memory_mb or kv.pages, scheduler.token_budget or scheduler.max_batch, or serve a smaller model"
         ) from None

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from cbdisagg.actors.cores import Cores
 from cbdisagg.config import Workers
+from cbdisagg.core.sizing import memory_fractions
 from cbdisagg.messages import Role
 from cbdisagg.validate import UNPINNED, parse_cpus
-
-USED_OF_GPU = 0.9
-"""The part of a GPU's memory that workers share, if nothing else is said: the rest is for contexts and libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +61,6 @@ def place_workers(groups: Sequence[Workers], cores: Cores) -> list[Spot]:
                 own, free = free[:threads], free[threads:]
             spots.append(Spot(next(names), group.role, threads, () if group.cpus == UNPINNED else tuple(own), *where))
     return spots
-
-
-def memory_fractions(groups: Sequence[Workers]) -> dict[str, float]:
-    """By device, what each worker takes of its memory whose config does not say it: an equal part of what is left."""
-    fractions = {}
-    for device in {group.device for group in groups}:
-        here = [group for group in groups if group.device == device]
-        undecided = sum(group.count for group in here if not group.memory_fraction)
-        left = USED_OF_GPU - sum(group.count * group.memory_fraction for group in here)
-        fractions[device] = max(0.0, left) / undecided if undecided and device != "cpu" else 0.0
-    return fractions
 
 
 def worker_names(groups: Sequence[Workers]) -> list[str]:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cbdisagg.actors.cores import Cores
-from cbdisagg.actors.sizing import DEFAULT_POOL_BYTES
 from cbdisagg.config import Kv, Model
+from cbdisagg.core.sizing import DEFAULT_POOL_BYTES
 from cbdisagg.messages import Pair
 
 TEMPERATURE = 0.2

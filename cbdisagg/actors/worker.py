@@ -26,13 +26,13 @@ from cbdisagg.actors.lane import Lane
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.mailbox import LAST_WORDS_S, Mailbox, Place
 from cbdisagg.actors.shell import Shell
-from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start
 from cbdisagg.actors.starting import BEAT_S
 from cbdisagg.config import Config, ConfigError, on_gpus
 from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, WorkerEvent
 from cbdisagg.core.invariants import check_worker
 from cbdisagg.core.profile import parse_profile
+from cbdisagg.core.sizing import size_pool
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.engine.base import Launcher, Runner
 from cbdisagg.load import cache_folder

@@ -15,6 +15,7 @@ from msgspec import Struct, field
 
 from cbdisagg.config import ConfigError
 from cbdisagg.core.cost import CostModel
+from cbdisagg.core.sizing import DeviceMemory
 from cbdisagg.messages import Costs
 
 
@@ -43,6 +44,7 @@ class Profile(Costs, frozen=True, forbid_unknown_fields=True, kw_only=True):
     `transfer`: whether pages are copied within the step that computes them ("shm") or travel beside it, layer by layer
     ("zmq"). `beside_step`, `beside_push`: by what part a step is slowed for each other step, and each push in flight,
     on the same memory. `kv_bytes`: of one token in all `layers`. `context`: tokens that the model can see.
+    `memory`: of a GPU; None: a CPU, of whose memory the config says how much is for pages.
     """
 
     layers: int
@@ -52,6 +54,7 @@ class Profile(Costs, frozen=True, forbid_unknown_fields=True, kw_only=True):
     dtype: str
     machine: str
     threads: int = 0
+    memory: DeviceMemory | None = None
     transfer: Literal["shm", "zmq"] = "zmq"
     beside_step: float = 0.0
     beside_push: float = 0.0
@@ -98,4 +101,6 @@ def _problem(profile: Profile) -> str:
         return "L: the seconds must be numbers from 0 up"
     if min(profile.layers, profile.kv_bytes, profile.context) < 1:
         return "layers, kv_bytes and context must be numbers from 1 up"
+    if profile.memory is not None and not 0 < profile.memory.weights < profile.memory.total:
+        return "memory: the weights must be above 0 and fit in the total"
     return ""

@@ -6,15 +6,16 @@ a near network, racks the links over which pages can be pushed. Roles are spread
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cbdisagg.config import Config, ConfigError
+from cbdisagg.config import Config
 from cbdisagg.core.profile import Profile
+from cbdisagg.core.sizing import USED_OF_GPU, memory_fractions, size_device_pool, size_pool
 from cbdisagg.messages import Address, PoolInfo, Role, WorkerInfo
 
 STEMS: dict[Role, str] = {"prefill": "prefill", "decode": "decode", "any": "worker"}
-DEFAULT_POOL_BYTES = 512 << 20  # as a worker takes without kv.pages and kv.memory_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +33,52 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """`memory_fraction`: of its GPU, if the profile's workers have one."""
+
     name: str
     role: Role
     host: str
     rack: int
+    memory_fraction: float
 
 
 def places(config: Config, layout: Layout) -> list[Place]:
-    """One for each worker of the config, named as serve names them."""
-    roles = [group.role for group in config.workers for _ in range(group.count)]
-    named: list[tuple[str, Role, float]] = []  # and how far among its like it is: neighbours are of all roles
-    counts: dict[Role, int] = {}
-    for role in roles:
-        index = counts.get(role, 0)
-        counts[role] = index + 1
-        named.append((f"{STEMS[role]}-{index}", role, (index + 0.5) / roles.count(role)))
-    seats = {name: seat for seat, (name, _, _) in enumerate(sorted(named, key=lambda worker: worker[2]))}
-    per_host, per_rack = layout.per_host or len(roles), layout.per_rack or len(roles)
-    return [Place(name, role, f"host-{seats[name] // per_host}", seats[name] // per_rack) for name, role, _ in named]
+    """One for each worker of the config, named as serve names them. On the CPU, by a GPU's profile: a GPU for each."""
+    shared = memory_fractions(config.workers)
+    of_role = Counter[Role]()
+    for group in config.workers:
+        of_role[group.role] += group.count
+    named: list[tuple[str, Role, float]] = []
+    among: dict[str, float] = {}  # how far among its like it is: neighbours are of all roles
+    numbers = Counter[Role]()
+    for group in config.workers:
+        for _ in range(group.count):
+            name = f"{STEMS[group.role]}-{numbers[group.role]}"
+            among[name] = (numbers[group.role] + 0.5) / of_role[group.role]
+            numbers[group.role] += 1
+            named.append((name, group.role, group.memory_fraction or shared[group.device] or USED_OF_GPU))
+    seats = {name: seat for seat, name in enumerate(sorted(among, key=among.__getitem__))}
+    per_host, per_rack = layout.per_host or len(named), layout.per_rack or len(named)
+    return [
+        Place(name, role, f"host-{seats[name] // per_host}", seats[name] // per_rack, fraction)
+        for name, role, fraction in named
+    ]
 
 
-def pool_size(config: Config, profile: Profile) -> tuple[int, int]:
-    """(pages of each pool, tokens of the longest request). Raises ConfigError if a request cannot fit the pool."""
-    kv = config.kv
-    page_bytes = profile.kv_bytes * kv.page_size
-    pages = kv.pages or ((kv.memory_mb << 20) or DEFAULT_POOL_BYTES) // page_bytes
-    holds = pages * kv.page_size
-    if pages < 2 or config.model.max_len > holds:
-        raise ConfigError(
-            f"the pool holds {holds} tokens of {profile.kv_bytes} bytes ({profile.model}); "
-            "raise kv.pages or kv.memory_mb"
-        )
-    return pages, config.model.max_len or min(profile.context, holds)
+def pool_size(place: Place, config: Config, profile: Profile) -> tuple[int, int]:
+    """(pages of its pool, tokens of the longest request), as the worker itself would find. Raises ConfigError if a
+    request cannot fit the pool, or the pool the GPU.
+    """
+    page_bytes = profile.kv_bytes * config.kv.page_size
+    if profile.memory is None:
+        return size_pool(config.kv, config.model.max_len, profile.context, page_bytes)
+    where = f"{place.name} on {profile.machine}"
+    return size_device_pool(config, profile.context, page_bytes, profile.memory, place.memory_fraction, where)
 
 
 def describe(place: Place, incarnation: int, config: Config, profile: Profile) -> WorkerInfo:
     """What the worker that starts there says of itself."""
-    pages, max_len = pool_size(config, profile)
+    pages, max_len = pool_size(place, config, profile)
     layer_page_bytes = profile.kv_bytes * config.kv.page_size // profile.layers
     pool = PoolInfo(0, 0, "", 0, 0, profile.layers, pages, layer_page_bytes, "")
     address = Address(place.name, incarnation, "")

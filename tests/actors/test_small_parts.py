@@ -27,10 +27,10 @@ from cbdisagg.actors.report import (
     stopping_line,
 )
 from cbdisagg.actors.runfolder import RunFolder, sweep
-from cbdisagg.actors.sizing import size_pool
 from cbdisagg.actors.start import Start, read_start, write_config
 from cbdisagg.actors.worker import Loaded, run_worker
 from cbdisagg.config import Config, ConfigError, Debug, Http, Kv, Limits, Model, Policy, Scheduler, Targets, Workers
+from cbdisagg.core.sizing import size_pool
 from cbdisagg.messages import Address, Pair
 
 SUPERVISOR = Address("supervisor", 1, "ipc:///s")

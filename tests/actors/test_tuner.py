@@ -42,7 +42,7 @@ async def test_a_child_that_fails_is_a_line_in_the_log(caplog: pytest.LogCapture
     small = msgspec.structs.replace(question(tiny), config=msgspec.structs.replace(SERVICE, kv=Kv(memory_mb=1)))
     with caplog.at_level(logging.WARNING):
         assert await tuner.ask(small) is None
-    assert "tuning failed with status 1: the pool holds 0 tokens" in caplog.text
+    assert "tuning failed with status 1: [kv] memory_mb = 1 holds less than two pages" in caplog.text
 
 
 async def test_enough_requests_bring_a_question_and_a_gain_a_steer(monkeypatch: pytest.MonkeyPatch) -> None:

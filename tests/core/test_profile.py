@@ -47,6 +47,7 @@ def test_a_profile_reads_as_it_was_written_and_predicts() -> None:
         ({"L": [[5, 0.1], [5, 0.2]]}, "L: must hold"),
         ({"L": [[5, -0.1]]}, "L: the seconds must be"),
         ({"layers": 0}, "layers, kv_bytes and context"),
+        ({"memory": {"total": 10, "weights": 20, "vocab": 1}}, "memory: the weights must be above 0 and fit"),
         ({"colour": "red"}, "not a profile: Object contains unknown field `colour`"),
         ({"h": "much"}, "not a profile: Expected `float`, got `str` - at `$.h`"),
     ],

@@ -5,9 +5,16 @@ On a GPU, also what its memory leaves for the pool.
 
 from __future__ import annotations
 
-from cbdisagg.config import ConfigError, Kv, Scheduler
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from cbdisagg.config import Config, ConfigError, Kv, Scheduler, Workers
 
 DEFAULT_POOL_BYTES = 512 << 20
+
+USED_OF_GPU = 0.9
+"""The part of a GPU's memory that workers share, if nothing else is said: the rest is for contexts and libraries."""
 
 WORKING_BYTES = 1 << 30
 """On a GPU, besides weights and pages: the CUDA context, libraries' workspaces, graphs,"""
@@ -15,6 +22,14 @@ ROW_BYTES = 1 << 18
 """what a token of a step needs on its way through the layers,"""
 LOGIT_BYTES = 12
 """and for each sequence and id a logit, rounded and whole, and its depth."""
+
+
+class DeviceMemory(Struct, frozen=True, forbid_unknown_fields=True):
+    """A GPU's memory in bytes: all of it, and what the model's weights take. `vocab`: ids that have a logit."""
+
+    total: int
+    weights: int
+    vocab: int
 
 
 def size_pool(
@@ -46,14 +61,24 @@ def size_pool(
     return pages, max_len or min(context, holds)
 
 
-def device_pool_bytes(
-    total: int, fraction: float, weights: int, vocab: int, scheduler: Scheduler, least: int, where: str
-) -> int:
-    """What is left for the pool in `fraction` of a GPU's `total` bytes, after `weights` bytes and what a step needs.
+def size_device_pool(
+    config: Config, context: int, page_bytes: int, memory: DeviceMemory, fraction: float, where: str
+) -> tuple[int, int]:
+    """As `size_pool`, for a worker with `fraction` of a GPU: if the config gives no size, its pool gets the rest."""
+    room = 0
+    if not (config.kv.pages or config.kv.memory_mb):
+        longest = -(-(config.model.max_len or config.kv.page_size) // config.kv.page_size)
+        room = device_pool_bytes(memory, fraction, config.scheduler, max(2, longest) * page_bytes, where)
+    return size_pool(config.kv, config.model.max_len, context, page_bytes, room)
+
+
+def device_pool_bytes(memory: DeviceMemory, fraction: float, scheduler: Scheduler, least: int, where: str) -> int:
+    """What is left for the pool in `fraction` of a GPU, after weights and what a step needs.
 
     `least`: the smallest pool that is of use. `where` names the worker's settings. Raises ConfigError if it is less.
     """
-    working = WORKING_BYTES + scheduler.token_budget * ROW_BYTES + scheduler.max_batch * vocab * LOGIT_BYTES
+    total, weights = memory.total, memory.weights
+    working = WORKING_BYTES + scheduler.token_budget * ROW_BYTES + scheduler.max_batch * memory.vocab * LOGIT_BYTES
     left = int(fraction * total) - weights - working
     if left < least:
         needed = weights + working + least
@@ -64,3 +89,14 @@ def device_pool_bytes(
             "scheduler.token_budget or scheduler.max_batch, or serve a smaller model"
         )
     return left
+
+
+def memory_fractions(groups: Sequence[Workers]) -> dict[str, float]:
+    """By device, what each worker takes of its memory whose config does not say it: an equal part of what is left."""
+    fractions = {}
+    for device in {group.device for group in groups}:
+        here = [group for group in groups if group.device == device]
+        undecided = sum(group.count for group in here if not group.memory_fraction)
+        left = USED_OF_GPU - sum(group.count * group.memory_fraction for group in here)
+        fractions[device] = max(0.0, left) / undecided if undecided and device != "cpu" else 0.0
+    return fractions
