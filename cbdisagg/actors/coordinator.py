@@ -10,7 +10,7 @@ import msgspec
 
 from cbdisagg.actors.journal import Journal, journal_folder
 from cbdisagg.actors.life import Life
-from cbdisagg.actors.mailbox import Mailbox, Place
+from cbdisagg.actors.mailbox import Mailbox, Place, Post
 from cbdisagg.actors.shell import Shell
 from cbdisagg.actors.start import Start
 from cbdisagg.config import Config
@@ -26,21 +26,24 @@ async def run_coordinator(life: Life, start: Start, config: Config) -> None:
     place = Place.of(config.cluster, Path(start.folder))
     mailbox = Mailbox(start.name, start.incarnation, place, decoder)
     core = CoordinatorCore(mailbox.address, config)
-    shell: Shell[CoordinatorEvent] = Shell(
-        core,
-        mailbox,
-        check=(lambda: check_coordinator(core)) if config.debug.invariants else None,
-        journal=Journal(journal_folder(config.debug), mailbox.address, config) if config.debug.journal else None,
-    )
+    post: Post = mailbox
 
     def steer(message: Steer) -> None:
         shell.handle(FromCoordinatorInbox(mailbox.address, message))
 
     tuner = None
     if config.policy.tuner:
-        from cbdisagg.actors.tuner import make_tuner  # it needs numpy, which nothing else here does
+        from cbdisagg.actors.tuner import Heard, make_tuner  # it needs numpy, which nothing else here does
 
         tuner = make_tuner(config, steer)
+        if tuner is not None:
+            post = Heard(mailbox, tuner.hear)
+    shell: Shell[CoordinatorEvent] = Shell(
+        core,
+        post,
+        check=(lambda: check_coordinator(core)) if config.debug.invariants else None,
+        journal=Journal(journal_folder(config.debug), mailbox.address, config) if config.debug.journal else None,
+    )
 
     def receive(sender: Address, message: ToCoordinator) -> None:
         if tuner is not None:

@@ -51,16 +51,9 @@ LAST_WORDS_S = 1.0
 
 
 class Post(Protocol):
-    """What an actor needs of a mailbox besides what arrives: `Mailbox` in a process, `LocalMailbox` in tests."""
-
-    @property
-    def address(self) -> Address: ...
+    """What a shell needs of a mailbox: `Mailbox` in a process, `LocalMailbox` in tests."""
 
     def tell(self, to: Address, message: Message) -> None: ...
-
-    def forget(self, incarnation: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Mailbox(Generic[M]):

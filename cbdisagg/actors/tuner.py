@@ -20,10 +20,11 @@ from pathlib import Path
 import msgspec
 
 from cbdisagg.actors.life import PR_SET_PDEATHSIG
+from cbdisagg.actors.mailbox import Post
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.knobs import configured
 from cbdisagg.core.profile import Profile, parse_profile
-from cbdisagg.messages import Knobs, Steer
+from cbdisagg.messages import Address, Knobs, Message, Steer
 from cbdisagg.sim.online import Answer, History, Question, Steering, answer
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Tuner:
         self._full = asyncio.Event()
 
     def hear(self, message: object) -> None:
-        """All that the coordinator is told."""
+        """All that the coordinator is told, and all that it tells: refusals are its own."""
         self._history.hear(time.monotonic(), message)
         if self._history.full:
             self._full.set()
@@ -66,6 +67,17 @@ class Tuner:
         self._steer(Steer(knobs, reason))
         self._history.begin_anew()  # what has ended meanwhile, under other knobs, says nothing about these
         self._full.clear()
+
+
+class Heard:
+    """A mailbox whose outgoing messages somebody hears."""
+
+    def __init__(self, post: Post, hear: Callable[[object], None]) -> None:
+        self._post, self._hear = post, hear
+
+    def tell(self, to: Address, message: Message) -> None:
+        self._hear(message)
+        self._post.tell(to, message)
 
 
 def make_tuner(config: Config, steer: Callable[[Steer], None]) -> Tuner | None:

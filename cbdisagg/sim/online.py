@@ -4,11 +4,13 @@
     if that is predicted to gain (Steering) -> the next requests say whether it did: else the last good ones again
 
 Knows the coordinator's messages and what a search returns. Latencies are not the coordinator's to see: a request was in
-time if it ended within TTFT + TPOT for each later token.
+time if it ended within TTFT + TPOT for each later token. One that was refused was not, and is part of what was asked:
+those that are refused are not like the others, long prompts most of all.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ from msgspec.structs import replace
 from cbdisagg.config import Config
 from cbdisagg.core.knobs import configured
 from cbdisagg.core.profile import Profile
-from cbdisagg.messages import Finished, Generate, Knobs, RequestId
+from cbdisagg.messages import Finished, Generate, Knobs, Rejected, RequestId
 from cbdisagg.sim.demand import demand
 from cbdisagg.sim.goodput import Goal, Lab, lasting_s
 from cbdisagg.sim.tune import KNOBS, Search
@@ -27,6 +29,8 @@ from cbdisagg.sim.workload import Ask
 
 WINDOW = 300
 """Requests that a question is about, and that must have ended since the last one."""
+BUSY = 429
+"""The status of a refusal for want of time or room: not that of a service that has no worker, which no knob helps."""
 PART = 0.9
 GAIN = 0.03
 """The least that a turn must be predicted to gain: less is the simulator's error."""
@@ -39,8 +43,11 @@ LIVE = tuple(knob for knob in KNOBS if knob.key in ("policy.rho", "policy.eta", 
 
 @dataclass(slots=True)
 class Ended:
+    """Of one that was `refused` nobody knows how long its answer would have been: `ask` says how long at most."""
+
     ask: Ask
     in_time: bool
+    refused: bool = False
 
 
 class History:
@@ -58,12 +65,15 @@ class History:
         return self._new >= self._window
 
     def hear(self, now: float, message: object) -> None:
+        """What the coordinator is told, and what it tells."""
         if isinstance(message, Generate):
             self._open.setdefault(message.id, (now - message.age_s, message))
             while len(self._open) > 10 * self._window:  # lost with an api or a worker: never Finished
                 self._open.popitem(last=False)
         elif isinstance(message, Finished) and message.output_tokens > 0:
             self._end(now, message)
+        elif isinstance(message, Rejected) and message.status == BUSY and not message.submission:
+            self._refuse(message.id)
 
     def _end(self, now: float, message: Finished) -> None:
         """A request that has moved ends on each of its workers: the last end has all of its tokens."""
@@ -75,14 +85,18 @@ class History:
         known = self._ended.pop(message.id, None)
         self._new += known is None
         tokens = max(tokens, known.ask.output_tokens if known is not None else 0)
-        ask = Ask(
-            arrival,
-            tokens,
-            len(request.prompt) // 4,
-            ttft_ms=1e3 * targets.ttft_s,
-            tpot_ms=1e3 * targets.tpot_s,
-        )
-        self._ended[message.id] = Ended(ask, now - arrival <= targets.ttft_s + targets.tpot_s * (tokens - 1))
+        in_time = now - arrival <= targets.ttft_s + targets.tpot_s * (tokens - 1)
+        self._add(message.id, Ended(_asked(arrival, request, tokens), in_time))
+
+    def _refuse(self, id: RequestId) -> None:
+        begun = self._open.get(id)
+        if begun is not None:
+            self._new += 1
+            arrival, request = begun
+            self._add(id, Ended(_asked(arrival, request, request.sampling.max_tokens), in_time=False, refused=True))
+
+    def _add(self, id: RequestId, ended: Ended) -> None:
+        self._ended[id] = ended
         while len(self._ended) > self._window:
             gone, _ = self._ended.popitem(last=False)
             self._open.pop(gone, None)
@@ -92,12 +106,35 @@ class History:
         self._new = 0
 
     def take(self) -> tuple[list[Ask], float]:
-        """The last requests, by arrival from 0 on, and the part of them that was in time; the count begins anew."""
+        """The last requests, by arrival from 0 on, and the part of them that was in time; the count begins anew.
+
+        The answers of refused ones are taken to be as long as those of the others are on average.
+        """
         self.begin_anew()
         ended = sorted(self._ended.values(), key=lambda one: one.ask.arrival_s)
         start = ended[0].ask.arrival_s
-        asks = [replace(one.ask, arrival_s=one.ask.arrival_s - start) for one in ended]
+        served = [one.ask.output_tokens for one in ended if not one.refused]
+        usual = round(sum(served) / len(served)) if served else sys.maxsize
+        asks = [
+            replace(
+                one.ask,
+                arrival_s=one.ask.arrival_s - start,
+                output_tokens=min(one.ask.output_tokens, usual) if one.refused else one.ask.output_tokens,
+            )
+            for one in ended
+        ]
         return asks, sum(one.in_time for one in ended) / len(ended)
+
+
+def _asked(arrival: float, request: Generate, tokens: int) -> Ask:
+    targets = request.targets
+    return Ask(
+        arrival,
+        tokens,
+        len(request.prompt) // 4,
+        ttft_ms=1e3 * targets.ttft_s,
+        tpot_ms=1e3 * targets.tpot_s,
+    )
 
 
 class Question(Struct, frozen=True):

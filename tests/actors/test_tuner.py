@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from cbdisagg.actors import tuner
+from cbdisagg.actors.local import LocalMailbox, Network
 from cbdisagg.config import Config, Kv, Policy, ProfileFile, Scheduler, Workers
 from cbdisagg.core.knobs import configured
 from cbdisagg.core.profile import Profile, parse_profile
-from cbdisagg.messages import Finished, Generate, RequestId, Sampling, Steer, Targets, pack
+from cbdisagg.messages import Finished, Generate, Rejected, RequestId, Sampling, Steer, Targets, pack
 from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.online import Answer, History, Question
 
@@ -98,6 +99,19 @@ async def test_new_knobs_are_judged_by_what_ends_after_the_turn(monkeypatch: pyt
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+def test_what_is_told_is_heard_and_sent_on() -> None:
+    heard: list[object] = []
+    received: list[object] = []
+    network = Network()
+    api = LocalMailbox("api", 3, network, msgspec.msgpack.Decoder(Rejected))
+    api.start(lambda sender, message: received.append(message), lambda peer, reason: None)
+    coordinator = LocalMailbox("coordinator", 4, network, msgspec.msgpack.Decoder(Steer))
+    refusal = Rejected(RequestId(3, 0), 0, 429, "late")
+    tuner.Heard(coordinator, heard.append).tell(api.address, refusal)
+    network.deliver()
+    assert heard == received == [refusal]
 
 
 def test_without_a_profile_it_says_so_and_nothing_else(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

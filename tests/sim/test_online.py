@@ -6,7 +6,7 @@ from sim_world import config, costs
 
 from cbdisagg.config import Config, Scheduler
 from cbdisagg.core.knobs import configured
-from cbdisagg.messages import Finished, Generate, Knobs, RequestId, Sampling, Targets, pack
+from cbdisagg.messages import Finished, Generate, Knobs, Rejected, RequestId, Sampling, Targets, pack
 from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.online import Answer, History, Question, Steering, answer
 from cbdisagg.sim.variants import equal_workers
@@ -45,6 +45,31 @@ def test_a_request_that_moves_is_one_with_all_of_its_tokens() -> None:
     assert not history.full
     ((ask,), in_time) = history.take()
     assert ask.output_tokens == 8 and in_time == 1.0
+
+
+def test_what_was_refused_was_asked_for_and_not_in_time() -> None:
+    history = History(window=4)
+    for n in range(5):
+        history.hear(1.0 + n, asked(n, prompt=50 * (n + 1)))
+    history.hear(2.0, ended(0, 3))
+    history.hear(2.0, ended(1, 6))
+    for n, submission, status in ((2, 0, 503), (2, 1, 429), (7, 0, 429)):  # no worker; a stream that goes on; nobody's
+        history.hear(2.0, Rejected(RequestId(1, n), submission, status, ""))
+    assert not history.full
+    for n in (3, 4):
+        history.hear(6.0, Rejected(RequestId(1, n), 0, 429, "late"))
+    assert history.full
+    asks, in_time = history.take()
+    assert [(ask.length, ask.output_tokens) for ask in asks] == [(50, 3), (100, 6), (200, 4), (250, 4)]
+    assert in_time == 0.25  # only the second: the first took 1.5 s, and 1.2 s is in time
+
+
+def test_of_refused_requests_alone_the_longest_answers_are_assumed() -> None:
+    history = History(window=1)
+    history.hear(1.0, asked(0))
+    history.hear(1.0, Rejected(RequestId(1, 0), 0, 429, "late"))
+    ((ask,), in_time) = history.take()
+    assert ask.output_tokens == 9 and in_time == 0.0
 
 
 def test_what_never_ends_is_forgotten() -> None:
