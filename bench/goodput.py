@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from cbdisagg_bench import goodput_wall
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, numbers
+from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, command, numbers, refuse_unused
 from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich.console import Console
@@ -38,8 +37,12 @@ from cbdisagg.sim.demand import FEWEST, Demand
 from cbdisagg.sim.goodput import Lab
 
 PARTS = (0.9, 0.99)
+LASTING = 4
+"""An overload lasts so many times as long as the other runs: at first any service has room."""
 LENGTHS = ((128, 32), (512, 16))
 """Wall clock: tokens of prompts and answers."""
+ONLY_VIRTUAL = ("profile", "workers", "kv_gb", "only", "aim", "fine", "quick", "turns", "plot")
+ONLY_WALL = ("config", "rates", "rounds", "requests", "port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,15 @@ class Plan:
     patience: float
     seed: int
 
-    def demand(self, workload: Workload, targets: Targets, profile: Profile) -> Demand:
+    def demand(self, workload: Workload, targets: Targets, profile: Profile, longer: int = 1) -> Demand:
         goal = targets.goal(workload, profile, self.parts[0])
         longest_s = goal.ttft_s + goal.tpot_s * workload.outputs.mean
         most = max(FEWEST, round(self.tokens / workload.outputs.mean))
-        return workload.demand(most, self.patience * longest_s, self.seed)
+        return workload.demand(longer * most, longer * self.patience * longest_s, self.seed)
 
 
 def goodput(
+    context: typer.Context,
     clock: Annotated[Literal["virtual", "wall"], typer.Option(help="wall: services on this machine.")] = "virtual",
     profile: Annotated[
         list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
@@ -94,6 +98,7 @@ def goodput(
 
     Example: cbdisagg bench goodput --workers 8 --fine --plot goodput.png
     """
+    refuse_unused(context, dict.fromkeys(ONLY_VIRTUAL if clock == "wall" else ONLY_WALL, f"by the {clock} clock"))
     check_place(out, "--out")
     if clock == "wall":
         _on_this_machine(config, numbers("--rates", rates), rounds, requests, seed, port, out, as_json)
@@ -157,9 +162,8 @@ def _hand_out(told: dict[str, object], out: Path | None, as_json: bool, show: Ca
 
 
 def _head(seed: int) -> dict[str, object]:
-    command = " ".join(["cbdisagg", *sys.argv[1:]])
     return {
-        "command": command,
+        "command": command(),
         "seed": seed,
         "machine": platform.machine(),
         "versions": {"python": platform.python_version()},
@@ -176,11 +180,13 @@ def run(plan: Plan) -> tuple[list[Cell], int]:
             config = fleet(profile, plan.workers, plan.kv_gb)
             for workload in plan.workloads:
                 for targets in plan.targets:
-                    lab = Lab(profile, plan.demand(workload, targets, profile), ran)
-                    for cell in cells(config, lab, workload, targets, plan.parts, plan.turns):
+                    lab, longer = (
+                        Lab(profile, plan.demand(workload, targets, profile, times), ran) for times in (1, LASTING)
+                    )
+                    for cell in cells(config, lab, longer, workload, targets, plan.parts, plan.turns):
                         found.append(cell)
                         advance(f"{workload.name}, {targets.name}")
-                    runs += lab.runs
+                    runs += lab.runs + longer.runs
     return found, runs
 
 

@@ -18,8 +18,8 @@ from msgspec import Struct
 
 from cbdisagg.config import Config, Kv, Policy, Scheduler, Workers
 from cbdisagg.core.profile import Profile
-from cbdisagg.sim.goodput import Lab
-from cbdisagg.sim.tune import KNOBS, POLICY, Search
+from cbdisagg.sim.goodput import Goal, Lab, Service
+from cbdisagg.sim.tune import KNOBS, POLICY, Search, targeted
 from cbdisagg.sim.variants import AGGREGATE, Values, changed
 
 BALANCED = 0.10
@@ -27,6 +27,10 @@ BALANCED = 0.10
 FLOOR, MEDIAN, LEAST = 0.97, 1.15, 1.03
 """Figures to reach, times the better baseline: in every cell; in balanced ones, their median, and each of them."""
 DEADLINES = "deadline chunks"
+OVERLOAD, LEFT = 2.0, 0.95
+"""At so many times what it keeps up with, a service that refuses is to have so much left of its best goodput."""
+LOADS = (1.0, 1.25, 1.5, OVERLOAD)
+"""Where that best goodput is looked for, in the same units."""
 CHUNKS = (256, 512, 1024, 2048)
 LOOSE: Values = {"targets.ttft_ms": 1e7, "targets.tpot_ms": 1e6}
 """With targets that nobody misses, a step takes as many prompt tokens as its budget has room for."""
@@ -39,7 +43,8 @@ class Cell(Struct, frozen=True):
     """One workload, pair of targets and part of the requests: requests per second and worker, by system.
 
     `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
-    would be late. `knobs`: those of `tuned`.
+    would be late. `knobs`: those of `tuned`. `overloaded`: what is left of its goodput at OVERLOAD times that rate, if
+    it refuses: as a part of the most that it reaches at any load.
     """
 
     profile: str
@@ -54,6 +59,7 @@ class Cell(Struct, frozen=True):
     queued: float
     tuned: float
     knobs: dict[str, object]
+    overloaded: float
 
     @property
     def aggregated(self) -> float:
@@ -99,6 +105,8 @@ class Cell(Struct, frozen=True):
             return f"under {FLOOR}"
         if self.balanced and self.ratio < LEAST:
             return f"balanced, under {LEAST}"
+        if self.overloaded < LEFT:
+            return f"overloaded, under {LEFT}"
         return ""
 
 
@@ -108,7 +116,9 @@ def _times(rate: float, other: float) -> float:
 
 
 class Verdict(Struct, frozen=True):
-    """`median` of the balanced cells, 0 if there are none. `queued`, `over_deadlines`: of all, as `Cell` says."""
+    """`median` of the balanced cells, 0 if there are none. `queued`, `over_deadlines`: of all, as `Cell` says.
+    `overloaded`: the least of all cells.
+    """
 
     cells: int
     lowest: float
@@ -118,6 +128,7 @@ class Verdict(Struct, frozen=True):
     missed: int
     queued: float
     over_deadlines: float
+    overloaded: float
 
     @property
     def reached(self) -> bool:
@@ -135,6 +146,7 @@ def verdict(cells: Sequence[Cell]) -> Verdict:
         missed=sum(bool(cell.misses) for cell in cells),
         queued=statistics.median(cell.queued_ratio for cell in cells),
         over_deadlines=statistics.median(cell.over_deadlines for cell in cells),
+        overloaded=min(cell.overloaded for cell in cells),
     )
 
 
@@ -150,9 +162,12 @@ def fleet(profile: Profile, workers: int, kv_gb: float) -> Config:
 
 
 def cells(
-    config: Config, lab: Lab, workload: Workload, targets: Targets, parts: Sequence[float], turns: int
+    config: Config, lab: Lab, longer: Lab, workload: Workload, targets: Targets, parts: Sequence[float], turns: int
 ) -> Iterator[Cell]:
-    """One for each part of the requests. `turns`: simulations that the tuner may use for each."""
+    """One for each part of the requests. `turns`: simulations that the tuner may use for each.
+
+    `longer`: the same requests for several times as long, for an overload that has come to stay.
+    """
     workers = sum(group.count for group in config.workers)
     first = targets.goal(workload, lab.profile, parts[0])
     for part in parts:
@@ -166,6 +181,8 @@ def cells(
         near = queued.sustained or None
         aggregation = {name: service.sustained(goal, near) for name, service in fixed.items()}
         aggregation[DEADLINES] = queued.starts["aggregate"]
+        most = max(queued.sustained, tuned.sustained)
+        refusing = longer.service(changed(config, {**targeted(goal), **tuned.best, REFUSES: "early-reject"}))
         yield Cell(
             profile=lab.profile.model,
             workload=workload.name,
@@ -177,6 +194,15 @@ def cells(
             disaggregation={name: rate / workers for name, rate in queued.starts.items() if ":" in name},
             default=queued.starts[POLICY] / workers,
             queued=queued.sustained / workers,
-            tuned=max(queued.sustained, tuned.sustained) / workers,
+            tuned=most / workers,
             knobs=dict(tuned.best),
+            overloaded=left_at(OVERLOAD, refusing, goal, most),
         )
+
+
+def left_at(times: float, service: Service, goal: Goal, rate: float) -> float:
+    """The requests per second in time at so many `times` the `rate`, as a part of the most at any of the LOADS."""
+    rungs = {load: round(service.rung(load * rate)) for load in {*LOADS, times}} if rate else {}
+    good = {load: service.rate(rung) * service.within(rung, goal) for load, rung in rungs.items()}
+    best = max(good.values(), default=0.0)
+    return good[times] / best if best else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from cbdisagg_bench.goodput_grid import DEADLINES, FLOOR, LEAST, MEDIAN, Cell, verdict
+from cbdisagg_bench.goodput_grid import DEADLINES, FLOOR, LEAST, LEFT, MEDIAN, Cell, verdict
 from rich import box
 from rich.table import Table
 
@@ -42,11 +42,13 @@ def table(found: Sequence[Cell]) -> Table:
             "tuned: it may refuse what would be late, too; +: over the better of chunks and split.",
             f"{told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR});",
             f"{told.balanced} balanced (B): {balanced if told.balanced else 'none'}; {told.missed} miss a figure (!).",
+            f"2x: left of its best goodput at twice that load, if it refuses: at least {told.overloaded:.0%}",
+            f"(to reach: {LEFT:.0%}).",
             f"Queued: median {told.queued:.2f}, and {told.over_deadlines:.2f} over deadline chunks alone or a split",
         )
     )
-    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("workload", "ms", "part", "chunks", "split", "deadl.", "policy", "queued", "tuned", "+", ""):
+    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for name in ("workload", "ms", "part", "chunks", "split", "deadl.", "policy", "queued", "tuned", "+", "2x", ""):
         shown.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
     for cell in found:
         rates = (
@@ -61,6 +63,7 @@ def table(found: Sequence[Cell]) -> Table:
             *_name(cell),
             *(f"{rate:.1f}" for rate in rates),
             f"{cell.ratio - 1:+.0%}",
+            f"{cell.overloaded:.0%}",
             ("B" if cell.balanced else "") + ("!" if cell.misses else ""),
         )
     return shown

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import shlex
+import sys
+from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,6 +63,20 @@ def make_folder(path: Path | None, option: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint=f"'{option}'") from None
+
+
+def command() -> str:
+    """The command line of this process, as one would have to type it to the shell again."""
+    return shlex.join(["cbdisagg", *sys.argv[1:]])
+
+
+def refuse_unused(context: typer.Context, unused: Mapping[str, str]) -> None:
+    """An option that was given and would change nothing. `unused`: parameter -> why it has no effect now."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and (why := unused.get(parameter.name or "")):
+            raise typer.BadParameter(f"has no effect {why}", param_hint=f"'{parameter.opts[0]}'")
 
 
 def check_picture(path: Path | None, endings: tuple[str, ...] = (".png", ".svg")) -> None:

@@ -7,7 +7,6 @@ Azure or a Mooncake trace, the journal of a live server's coordinator) or made u
 from __future__ import annotations
 
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from cbdisagg_bench.options import at_least, check_picture
+from cbdisagg_bench.options import at_least, check_picture, command
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_bytes, read_profile
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -129,7 +128,7 @@ def _tell(outcome: Outcome, costs: Profile, took_s: float, seed: int, as_json: b
     tokens = told.prompt_tokens + told.generated_tokens
     if as_json:
         head = {
-            "command": " ".join(["cbdisagg", *sys.argv[1:]]),
+            "command": command(),
             "seed": seed,
             "profile": {"model": costs.model, "machine": costs.machine, "dtype": costs.dtype},
             "versions": {"python": platform.python_version()},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from cbdisagg_bench.options import at_least, check_place
+from cbdisagg_bench.options import at_least, check_place, command
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_profile
 from cbdisagg_bench.tune_config import Origin, as_toml
 from rich.console import Console
@@ -120,7 +120,7 @@ def _origin(costs: Profile, path: Path | None, goal: Goal, asks: Sequence[Ask]) 
     )
     where = f" ({path})" if path is not None else ""
     return Origin(
-        " ".join(["cbdisagg", *sys.argv[1:]]),
+        command(),
         (
             f"on workers that cost what {costs.model} does on {costs.machine}, {costs.dtype}{where};",
             f"{len(asks)} requests of {prompts:.0f} + {outputs:.0f} tokens on average; {goal.part:.0%} of them within "
@@ -145,7 +145,7 @@ def _lines(found: Tuned, runs: int, took_s: float) -> Iterator[str]:
 
 def _told(found: Tuned, runs: int, seed: int) -> dict[str, object]:
     return {
-        "command": " ".join(["cbdisagg", *sys.argv[1:]]),
+        "command": command(),
         "seed": seed,
         "runs": runs,
         "starts": found.starts,

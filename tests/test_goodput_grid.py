@@ -6,10 +6,11 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 from cbdisagg_bench import goodput
-from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
+from cbdisagg_bench.goodput_grid import Cell, cells, fleet, left_at, verdict
 from cbdisagg_bench.goodput_report import knobs, table
 from cbdisagg_bench.goodput_wall import POLICY, Load, WallCell, loads, summary, systems
 from cbdisagg_bench.goodput_workloads import TARGETS, WORKLOADS, Workload, prompt_s, step_s
@@ -19,21 +20,20 @@ from typer import BadParameter, Typer
 from cbdisagg.config import Config, Targets
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.sim.arrivals import Lengths
-from cbdisagg.sim.goodput import Lab
+from cbdisagg.sim.goodput import Goal, Lab, Service
 
 PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 H200 = parse_profile(PATH.read_bytes(), PATH.name)
 TINY = Workload("tiny", Lengths(300, "lognormal", 1000), Lengths(4))
 
 
-def cell(aggregated: float, disaggregated: float, tuned: float, default: float = 1.0, queued: float = 0.0) -> Cell:
+def cell(aggregated: float, disaggregated: float, tuned: float, **others: float) -> Cell:
     aggregation, split = (
         {"deadline chunks": 1.5 * aggregated, "chunks of 512": aggregated, "chunks of 256": 0.0},
         {"1P:1D": disaggregated, "2P:1D": 0.0},
     )
-    return Cell(
-        "p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, default, queued or tuned, tuned, {"policy.rho": 0.7}
-    )
+    rates = {"default": 1.0, "queued": tuned, "tuned": tuned, "overloaded": 0.98, **others}
+    return Cell("p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, knobs={"policy.rho": 0.7}, **rates)
 
 
 def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() -> None:
@@ -47,11 +47,12 @@ def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() 
     assert (refusing.ratio, refusing.queued_ratio, refusing.over_deadlines) == (2.0, 1.5, 1.0)
     nothing = cell(0.0, 0.0, 0.0)
     assert nothing.ratio == 1.0 and not nothing.balanced and cell(0.0, 0.0, 1.0).ratio == 2.0
+    assert cell(2.0, 4.0, 4.0, overloaded=0.94).misses == "overloaded, under 0.95"
 
 
 def test_the_verdict_counts_every_cell() -> None:
-    told = verdict([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.8)])
-    assert (told.cells, told.missed, told.balanced) == (3, 1, 2) and not told.reached
+    told = verdict([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.8, overloaded=0.96)])
+    assert (told.cells, told.missed, told.balanced, told.overloaded) == (3, 1, 2, 0.96) and not told.reached
     assert told.lowest == pytest.approx(0.95) and told.median == pytest.approx(1.15)
     assert verdict([cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.9)]).reached
     assert not verdict([cell(4.0, 4.0, 4.4)]).reached  # the median is too low
@@ -67,21 +68,47 @@ def test_targets_are_stated_in_units_of_the_device() -> None:
 
 
 def test_a_tiny_grid_from_end_to_end() -> None:
-    lab = Lab(H200, TINY.demand(60, 0.5, 0))
-    found = list(cells(fleet(H200, 2, 10.0), lab, TINY, TARGETS[1], (0.9, 0.5), turns=2))
+    lab, longer = (Lab(H200, TINY.demand(times * 60, times * 0.5, 0)) for times in (1, 2))
+    found = list(cells(fleet(H200, 2, 10.0), lab, longer, TINY, TARGETS[1], (0.9, 0.5), turns=2))
     assert [one.part for one in found] == [0.9, 0.5]
     for one in found:
         assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 5
         own = max(one.aggregation["deadline chunks"], one.disaggregated, one.default)
         assert one.tuned >= one.queued >= own > 0  # what the search began with
+        assert 0 < one.overloaded <= 1
     assert found[1].aggregated >= found[0].aggregated
+
+
+def test_what_an_overload_leaves_is_a_part_of_the_best_at_any_load() -> None:
+    class Collapsing:
+        """Serves up to 10 requests per second, and of more ever fewer."""
+
+        def rate(self, rung: float) -> float:
+            return rung
+
+        def rung(self, rate: float) -> float:
+            return rate
+
+        def within(self, rung: int, goal: object) -> float:
+            return 1.0 if rung <= 10 else 60 / rung**2
+
+    service, goal = cast(Service, Collapsing()), Goal(1.0, 1.0)
+    assert left_at(2.0, service, goal, 10.0) == pytest.approx(60 / 20 / 10)
+    assert left_at(2.0, service, goal, 0.0) == 1.0  # it keeps up with nothing: there is nothing to lose
 
 
 def test_a_table_tells_all_cells_and_what_was_turned() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(table([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4)]))
     said = " ".join(console.export_text().split())
-    assert "-5%" in said and "+10%" in said and "1 miss a figure" in said and "B" in said and "…" not in said
+    assert (
+        "-5%" in said
+        and "98%" in said
+        and "+10%" in said
+        and "1 miss a figure" in said
+        and "B" in said
+        and "…" not in said
+    )
     turned = {"policy.mode": "auto", "policy.pin_prefill": 1, "policy.pin_decode": 0, "policy.eta": 0.5}
     made = cell(1.0, 1.0, 1.0)
     assert knobs(made) == "rho 0.7"
@@ -109,6 +136,18 @@ def test_the_command_writes_what_it_found(
         app(["--only", "nobody"], standalone_mode=False)
     with pytest.raises(BadParameter, match=r"must end in \.png or \.svg"):
         app(["--plot", str(tmp_path / "map.txt")], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "clock"),
+    [(["--rates", "1"], "--rates", "virtual"), (["--clock", "wall", "--fine"], "--fine", "wall")],
+)
+def test_an_option_that_would_change_nothing_is_refused(given: list[str], option: str, clock: str) -> None:
+    app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(goodput.goodput)
+    with pytest.raises(BadParameter, match=f"has no effect by the {clock} clock") as refused:
+        app(given, standalone_mode=False)
+    assert refused.value.param_hint == f"'{option}'"
 
 
 def test_by_the_wall_clock_the_policy_is_held_against_the_best_less_the_spread() -> None:

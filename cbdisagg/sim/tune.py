@@ -99,8 +99,7 @@ class Search:
     def __init__(
         self, config: Config, lab: Lab, goal: Goal, knobs: Sequence[Knob] = KNOBS, told: Told | None = None
     ) -> None:
-        targets = {"targets.ttft_ms": 1e3 * goal.ttft_s, "targets.tpot_ms": 1e3 * goal.tpot_s}
-        self._config = changed(config, targets)
+        self._config = changed(config, targeted(goal))
         self._lab, self._goal, self._knobs, self._told = lab, goal, knobs, told
         self._workers = sum(group.count for group in config.workers)
 
@@ -184,6 +183,11 @@ class Search:
         if trial.kept and sustained is not None:
             found.best, found.sustained = values, sustained
         return trial.kept
+
+
+def targeted(goal: Goal) -> Values:
+    """The targets that a service has which is to reach the goal."""
+    return {"targets.ttft_ms": 1e3 * goal.ttft_s, "targets.tpot_ms": 1e3 * goal.tpot_s}
 
 
 def _possible(config: Config) -> bool:
