@@ -2,7 +2,8 @@
 
 Starts the config's service, puts three loads on it in turn, several times over, and sets TTFT and TPOT beside what the
 simulator says of the same arrivals and lengths. The spread of equal runs is shown, for no prediction can be better than
-that. Loads are parts of the rate at which the simulated service is saturated.
+that. Loads are parts of the rate at which the simulated service is saturated. Beside that (validity_each.py), how far
+off the first token of each request was.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from cbdisagg_bench import validity_each
 from cbdisagg_bench.load_asks import VOCAB, fill
 from cbdisagg_bench.load_client import run as send
-from cbdisagg_bench.load_report import summarise
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.load_report import Report, summarise, ttft
+from cbdisagg_bench.options import at_least, command
 from cbdisagg_bench.service import ServiceFailed, running
 from cbdisagg_bench.simulate_input import read_profile
+from cbdisagg_bench.validity_each import Each, Firsts, compare_each, read_foreseen
 from msgspec.structs import replace
 from rich import box
 from rich.console import Console
@@ -36,7 +39,7 @@ from cbdisagg.core.profile import Profile
 from cbdisagg.load import load_config
 from cbdisagg.sim.arrivals import make_workload, parse_lengths
 from cbdisagg.sim.report import report
-from cbdisagg.sim.simulation import simulate
+from cbdisagg.sim.simulation import Outcome, simulate
 from cbdisagg.sim.workload import Ask
 
 PARTS = (0.3, 0.6, 0.85)
@@ -89,17 +92,29 @@ def validity(
         measured = asyncio.run(_measure(config, profile.resolve(), list(loads.values()), runs, seed))
     except ServiceFailed as error:
         fail(str(error))
-    rows = [
-        row
-        for (rate, asks), figures in zip(loads.items(), measured, strict=True)
-        for row in compare(rate, figures, predict(settings, costs, asks))
-    ]
+    rows: list[Row] = []
+    each: list[Each] = []
+    for (rate, asks), turns in zip(loads.items(), measured, strict=True):
+        outcome = simulate(settings, costs, asks)
+        rows += compare(rate, [run.figures for run in turns], predicted(outcome))
+        firsts = [1e3 * record.ttft_s for record in outcome.records]
+        each += compare_each(rate, [run.firsts for run in turns], firsts)
     if as_json:
-        print(json.dumps({"rows": [asdict(row) | {"off": row.off, "holds": row.holds} for row in rows]}, indent=1))
+        print(json.dumps(_told(rows, each, seed), indent=1))
     else:
         Console().print(_table(rows, runs))
-    if not all(row.holds for row in rows):
+        Console().print(validity_each.table(each))
+    if not all(one.holds for one in (*rows, *each)):
         raise typer.Exit(1)
+
+
+def _told(rows: Sequence[Row], each: Sequence[Each], seed: int) -> dict[str, object]:
+    return {
+        "command": command(),
+        "seed": seed,
+        "rows": [asdict(row) | {"off": row.off, "holds": row.holds} for row in rows],
+        "each": [asdict(one) | {"holds": one.holds} for one in each],
+    }
 
 
 def _loads(
@@ -114,59 +129,72 @@ def _loads(
 
 
 Figures = dict[tuple[str, str], float]
-"""(metric, percentile) -> milliseconds."""
+"""(metric, percentile) -> milliseconds. Of answers of one token there is no TPOT."""
 
 
-def predict(settings: Config, costs: Profile, asks: Sequence[Ask]) -> Figures:
-    told = report(simulate(settings, costs, asks))
-    return {
-        (name, percent): 1e3 * getattr(getattr(told, f"{name.lower()}_s"), percent)
-        for name in ("TTFT", "TPOT")
-        for percent in BOUNDS
-    }
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One load on the service, once."""
+
+    figures: Figures
+    firsts: Firsts
+
+
+def predicted(outcome: Outcome) -> Figures:
+    told = report(outcome)
+    metrics = {"TTFT": told.ttft_s, "TPOT": told.tpot_s}
+    if all(record.ask.output_tokens == 1 for record in outcome.records):
+        del metrics["TPOT"]
+    return {(name, percent): 1e3 * getattr(latency, percent) for name, latency in metrics.items() for percent in BOUNDS}
 
 
 async def _measure(
     config: Path, profile: Path, loads: Sequence[Sequence[Ask]], runs: int, seed: int
-) -> list[list[Figures]]:
-    """For each load the figures of its runs. Loads take turns, so that a slow spell meets all; ids are always new.
+) -> list[list[Run]]:
+    """For each load its runs. Loads take turns, so that a slow spell meets all; ids are always new.
 
     The service decides by the same profile as the simulator's.
     """
-    figures: list[list[Figures]] = [[] for _ in loads]
+    measured: list[list[Run]] = [[] for _ in loads]
     seeds = itertools.count(seed)
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
-        settings = (f"model.served_name={NAME}", f"profile.path={profile}")
+        settings = (f"model.served_name={NAME}", f"profile.path={profile}", "debug.trace=true")
+        log = Path(folder) / "stderr"
         options = ("--config", str(config), *(word for setting in settings for word in ("--set", setting)))
-        async with running(NAME, options, Path(folder) / "stderr") as service:
-            await _send(service.url, loads[0][:5], next(seeds), progress)  # the first requests warm up
+        async with running(NAME, options, log) as service:
+            await _send(service.url, log, loads[0][:5], next(seeds), progress)  # the first requests warm up
             for _ in range(runs):
                 for n, asks in enumerate(loads):
-                    figures[n].append(await _send(service.url, asks, next(seeds), progress))
-    return figures
+                    measured[n].append(await _send(service.url, log, asks, next(seeds), progress))
+    return measured
 
 
-async def _send(url: str, asks: Sequence[Ask], seed: int, progress: Progress) -> Figures:
+async def _send(url: str, log: Path, asks: Sequence[Ask], seed: int, progress: Progress) -> Run:
     sent = fill(asks, VOCAB, seed)
     answers, seconds = await send(url, NAME, sent, len(sent), progress)
     problems = [answer.error for answer in answers if answer.error]
     if problems:
         raise ServiceFailed(f"{len(problems)} of {len(sent)} requests failed: {problems[0]}")
-    told = summarise(answers, seconds)
+    firsts = Firsts([1e3 * ttft(answer) for answer in answers], read_foreseen(log, len(asks)))
+    return Run(figures(summarise(answers, seconds)), firsts)
+
+
+def figures(told: Report) -> Figures:
     places = {"p50": 0, "p99": 2}
     return {
         (name, percent): values[places[percent]]
         for name, values in (("TTFT", told.ttft_ms), ("TPOT", told.tpot_ms))
+        if values
         for percent in BOUNDS
     }
 
 
-def compare(rate: float, runs: Sequence[Figures], predicted: Figures) -> list[Row]:
+def compare(rate: float, runs: Sequence[Figures], simulated: Figures) -> list[Row]:
     rows = []
-    for (metric, percentile), simulated in predicted.items():
-        values = [figures[metric, percentile] for figures in runs]
+    for (metric, percentile), ms in simulated.items():
+        values = [run[metric, percentile] for run in runs]
         middle = statistics.median(values)
-        rows.append(Row(rate, metric, percentile, middle, max(values) - min(values), simulated))
+        rows.append(Row(rate, metric, percentile, middle, max(values) - min(values), ms))
     return rows
 
 

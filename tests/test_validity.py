@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cbdisagg_bench.validity import PARTS, _loads, compare, predict, validity
+from cbdisagg_bench.load_asks import VOCAB, fill
+from cbdisagg_bench.load_client import Answer
+from cbdisagg_bench.load_report import summarise
+from cbdisagg_bench.validity import PARTS, _loads, compare, figures, predicted, validity
+from cbdisagg_bench.validity_each import Firsts, compare_each, read_foreseen
 
 from cbdisagg.config import Config, ConfigError
+from cbdisagg.core.policy import Decision, Wanted, explain
 from cbdisagg.core.profile import parse_profile
+from cbdisagg.messages import Address
+from cbdisagg.sim.simulation import simulate
 
 PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 COSTS = parse_profile(PATH.read_bytes(), PATH.name)
@@ -20,7 +27,7 @@ def test_loads_are_parts_of_what_saturates_with_the_same_lengths() -> None:
     assert len(rates) == len(PARTS) and rates[0] / rates[2] == pytest.approx(PARTS[0] / PARTS[2], rel=0.01)
     lengths = [[(ask.length, ask.output_tokens) for ask in asks] for asks in loads.values()]
     assert lengths[0] == lengths[1] == lengths[2]
-    slow, fast = (predict(Config(), COSTS, asks) for asks in (loads[rates[0]], loads[rates[2]]))
+    slow, fast = (predicted(simulate(Config(), COSTS, asks)) for asks in (loads[rates[0]], loads[rates[2]]))
     assert 0 < slow["TTFT", "p50"] <= slow["TTFT", "p99"] and slow["TPOT", "p50"] <= fast["TPOT", "p50"]
 
 
@@ -29,6 +36,38 @@ def test_a_prediction_holds_within_its_bound_of_the_median_run() -> None:
     half, tail = compare(2.0, runs, {("TTFT", "p50"): 116.0, ("TTFT", "p99"): 150.0})
     assert (half.measured, half.spread, half.off) == (100.0, 50.0, pytest.approx(0.16))
     assert not half.holds and tail.holds and tail.off == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize(("outputs", "metrics"), [("1", {"TTFT"}), ("2", {"TTFT", "TPOT"})])
+def test_answers_of_one_token_have_no_tpot_to_compare(outputs: str, metrics: set[str]) -> None:
+    (asks, *_) = _loads(Config(), COSTS, 40, "64", outputs, 0).values()
+    simulated = predicted(simulate(Config(), COSTS, asks))
+    times = [1.0 + 0.1 * n for n in range(int(outputs))]
+    answered = [Answer(ask, 0.5, 0.5, times=times) for ask in fill(asks, VOCAB, 0)]
+    measured = figures(summarise(answered, 2.0))
+    assert {metric for metric, _ in measured} == metrics and measured.keys() == simulated.keys()
+    assert {row.metric for row in compare(1.0, [measured], simulated)} == metrics
+
+
+def test_each_first_token_is_held_against_what_was_foreseen() -> None:
+    runs = [Firsts([100.0, 200.0], [110.0, 180.0]), Firsts([120.0, 200.0], [120.0, 200.0]), Firsts([100.0, 210.0], [])]
+    simulator, coordinator = compare_each(2.0, runs, [100.0, 250.0])
+    assert (simulator.median, simulator.p90) == (pytest.approx(0.125), pytest.approx(0.225))
+    assert (coordinator.who, coordinator.median) == ("coordinator", pytest.approx(0.05)) and coordinator.holds
+    assert not simulator.holds
+    assert [one.who for one in compare_each(2.0, runs[2:], [1.0, 1.0])] == ["simulator"]  # nothing was traced
+
+
+def test_what_the_coordinator_foresaw_is_read_from_its_trace(tmp_path: Path) -> None:
+    here, there = Address("decode-0", 3, ""), Address("prefill-0", 4, "")
+    decisions = [Decision(here, here, "faster", 0.25, others=(Decision(there, here, "role", 9.0),))]
+    decisions += [Decision(there, here, "role", 1.5e-05), Decision(there, here, "role", 12.0)]
+    lines = [explain(decision, Wanted(10, 5, 1.0, 0.1)) for decision in decisions]
+    log = "".join(f"10:00:00 coordinator: request 7.{n}: {line}\n" for n, line in ((9, lines[0]), (10, lines[1])))
+    log = f"10:00:00 coordinator: request 7.2: {lines[2]}\nsomething else\n{log}"
+    file = tmp_path / "log"
+    file.write_text(log)
+    assert read_foreseen(file, 2) == [pytest.approx(250.0), pytest.approx(0.015)]
 
 
 def test_a_folder_is_no_profile(tmp_path: Path) -> None:
