@@ -49,8 +49,10 @@ class Lab:
             self._decoder = build_runner(folder, dtype, memory, scale.page_size, self._max_len, threads).decoder
         else:
             pool = torch.zeros(shape, dtype=torch.uint8, device=self.device.torch_device)
-            sizes = (scale.page_size, self._max_len, self.device, 2 * scale.max_batch, scale.max_batch)
-            self._decoder = build_device_runner(folder, dtype, pool, *sizes).decoder
+            slots, batch, rows = 2 * scale.max_batch, scale.max_batch, scale.max_batch + scale.prompt
+            self._decoder = build_device_runner(
+                folder, dtype, pool, scale.page_size, self._max_len, self.device, slots, batch, rows
+            ).decoder
 
     @property
     def machine(self) -> str:

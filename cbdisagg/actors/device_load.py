@@ -1,4 +1,4 @@
-"""Loading a worker on a GPU: the device, the pool in its memory, the model beside it, the graphs.
+"""Loading a worker on a GPU: the device, the pool in its memory, the model beside it, the graphs, the kernels.
 
 Everything that can be wrong is found in the order in which it is cheapest to look, and said in one line.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cbdisagg.actors.start import Start
@@ -20,8 +21,9 @@ from cbdisagg.transfer.cuda_driver import CudaDriver
 from cbdisagg.transfer.cuda_ipc import Copier
 from cbdisagg.transfer.cuda_pool import DevicePool, DeviceRange, create_device_pool
 
-LOADED, CAPTURED = 0.2, 0.8
-"""Where on the way from 0 to 1 weights begin to be read, and graphs to be captured."""
+LOADED = 0.2
+STAGES = {"capturing graphs": (0.7, 0.9), "warming up": (0.9, 1.0)}
+"""Where on the way from 0 to 1 weights begin to be read, and what follows begins and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ def _load(start: Start, config: Config, me: Address, progress: Callable[[str, fl
             device,
             most_slots=2 * config.scheduler.max_batch,  # a static batch's padding has slots of its own
             most_batch=config.scheduler.max_batch,
+            most_rows=config.scheduler.token_budget,
             cache=cache,
-            progress=lambda part: progress("capturing graphs", CAPTURED + part * (1 - CAPTURED)),
+            progress=partial(_advance, progress),
         )
     except torch.OutOfMemoryError:
         kv = pages * model.layers * page_bytes
@@ -86,4 +89,10 @@ def _load(start: Start, config: Config, me: Address, progress: Callable[[str, fl
         at=lambda address, nbytes: torch.as_tensor(DeviceRange(address, (nbytes,)), device=device.torch_device),
         on=device.queueing_on,
     )
+    copier.warm_up(pool.layer(0), pool.stream)
     return OnDevice(runner, pool, copier, model.fingerprint, max_len)
+
+
+def _advance(progress: Callable[[str, float], None], stage: str, fraction: float) -> None:
+    begin, end = STAGES[stage]
+    progress(stage, begin + fraction * (end - begin))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from cbdisagg.engine.kv import LAYOUT, KvShape, as_pool, pool_tensor
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.engine.specs import read_spec
+from cbdisagg.engine.warm_up import warm_up
 from cbdisagg.engine.weight_files import weight_files
 from cbdisagg.engine.weights import load
 
@@ -126,13 +128,14 @@ def build_device_runner(
     device: Device,
     most_slots: int,
     most_batch: int,
+    most_rows: int,
     cache: Path | None = None,
-    progress: Callable[[float], None] = lambda fraction: None,
+    progress: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> DeviceRunner:
     """Load a model on a GPU. `memory` [layers, pages, page_bytes], bytes that torch takes by the CUDA array interface.
 
-    `most_slots`, `most_batch`: see `DeviceRunner`; `progress` is called with the part of its graphs that is captured.
-    Raises ModelError as `build_runner` does.
+    `most_slots`, `most_batch`: see `DeviceRunner`. `most_rows`: tokens of the largest step. `progress`: of capturing
+    graphs, then of warming up. Raises ModelError as `build_runner` does.
     """
     spec = read_spec(folder, cache)
     _check_length(spec, max_len)
@@ -144,7 +147,9 @@ def build_device_runner(
         weights = weights_of(spec, load(folder, where))
         decoder = Decoder(spec, weights, make_linears(weights, ops, shape.dtype), ops, pool, max_len)
     device.mark().wait()
-    return DeviceRunner(decoder, max_len, device, most_slots, most_batch, progress)
+    runner = DeviceRunner(decoder, max_len, device, most_slots, most_batch, partial(progress, "capturing graphs"))
+    warm_up(runner, most_batch, most_rows, partial(progress, "warming up"))
+    return runner
 
 
 def _linears(folder: Path, spec: Spec, ops: Ops, dtype: torch.dtype, cache: Path | None) -> dict[str, Linear]:

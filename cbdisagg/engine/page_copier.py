@@ -44,6 +44,10 @@ class KernelCopier:
         with self._on(stream):
             copy_pages(self._layer(source), self._layer(target), *prepared)
 
+    def warm_up(self, layer: int, stream: int) -> None:
+        """The kernel is there when the first push wants it: copy a layer's first page to itself."""
+        self.copy(layer, layer, self.prepare((0,), (0,), stream), stream)
+
     def _layer(self, address: int) -> Tensor:
         """Its first page, from which the kernel goes on by page numbers."""
         if (layer := self._layers.get(address)) is None:

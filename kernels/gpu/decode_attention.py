@@ -47,6 +47,14 @@ def splits_for(sequences: int, kv_heads: int) -> int:
     return min(MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
+def kinds_of_batches(most: int, kv_heads: int) -> list[int]:
+    """Numbers of sequences, `most` at most, that between them divide contexts in every way there is."""
+    first: dict[int, int] = {}
+    for sequences in range(1, most + 1):
+        first.setdefault(splits_for(sequences, kv_heads), sequences)
+    return list(first.values())
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["positions", "tables"])
 def attend_share(
     qkv,

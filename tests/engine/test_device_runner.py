@@ -22,6 +22,7 @@ from cbdisagg.engine.build import build_runner, describe, weight_bytes
 from cbdisagg.engine.device import HostDevice, open_device
 from cbdisagg.engine.device_runner import DeviceRunner
 from cbdisagg.engine.graphs import sizes_up_to
+from cbdisagg.engine.warm_up import warm_up
 from cbdisagg.messages import Address, Admit, Push, Sampling, Slice, StepPlan, pack
 from cbdisagg.transfer.cuda_driver import DriverError
 from cbdisagg.transfer.cuda_fake import FakeDriver
@@ -165,6 +166,22 @@ def test_a_layer_is_pushed_when_it_is_queued(llama: Any) -> None:
     wait = runner.launch(plan, lambda layer, each: told.append((layer, each)))
     assert told == [(layer, push) for layer in range(runner.layers)]
     assert len(wait().sampled[0].ids) == 1
+
+
+@pytest.mark.parametrize("most_rows", [1, 20, 200])
+def test_warming_up_leaves_nothing_behind(
+    llama: Any, drive: Callable[..., Any], make_sequence: Any, most_rows: int
+) -> None:
+    """Whether the largest step is no chunk at all, one, or several."""
+    runner, told = device_runner(llama), list[float]()
+    warm_up(runner, 2, most_rows, told.append)
+    assert told[0] == 0.0 and told[-1] == 1.0 and told == sorted(told)
+    assert not runner.slots.held
+    outputs = []
+    for each in (llama.runner(), runner):
+        sequence = make_sequence(prompt(10, seed=2), Sampling(max_tokens=3, temperature=0.0))
+        outputs.append(drive(llama, [sequence], runner=each)[0].output)
+    assert outputs[0] == outputs[1]
 
 
 def test_graphs_are_used_for_decode_steps_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,11 +59,13 @@ def cases(all_of_them: bool) -> Iterator[tuple[Heads, torch.dtype, tuple[int, ..
     if all_of_them:
         yield OPT_13B, torch.float16, (1, 8)
         yield SMOLLM2, torch.bfloat16, (1, 32)
-        dtypes, dims = (torch.float32, torch.float16, torch.bfloat16), (64, 80, 128, 192, 256)
-        for dtype, dim, group, window in product(dtypes, dims, (1, 8, 32), (0, 512)):
+        dims = (64, 80, 128, 192, 256)
+        for dtype, dim, group, window in product((torch.float32, torch.bfloat16), dims, (4, 32), (0, 512)):
             yield Heads(2 * group, 2, dim, 16, window), dtype, (1, 32)
-        for dtype, dim, page in product(dtypes, dims, (8, 32, 64)):  # a page's size is in addresses only
-            yield Heads(8, 2, dim, page), dtype, (1, 2)
+        for dim in dims:  # to registers and shared memory it is the other half
+            yield Heads(8, 2, dim, 16, 512), torch.float16, (1, 8)
+        for dim, page in product(dims, (8, 32, 64)):  # which are in addresses only
+            yield Heads(8, 2, dim, page), torch.bfloat16, (1, 2)
 
 
 def words(at: int, *shape: int) -> torch.Tensor:

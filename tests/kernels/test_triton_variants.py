@@ -1,0 +1,33 @@
+"""No step of a warmed-up runner asks for a kernel that is not there: that takes a second or two, while answers wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+
+def asked(how: str) -> dict[str, list[str]]:
+    command = [sys.executable, str(Path(__file__).with_name("variants.py")), how]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def test_what_serving_asks_for_is_compiled_before_it() -> None:
+    warm = asked("warm")
+    assert warm["serving"] == []
+    # Contexts divided by 4, 8, 16 and 32 with this batch; norms without and with the sum; every other kernel once.
+    shares = Counter(warm["before"])
+    assert (shares.pop("attend_share"), shares.pop("combine_shares"), shares.pop("normalise")) == (4, 4, 2)
+    assert shares == Counter(["turn_and_write", "gate", "draw_rows", "attend_tile", "copy_words"])
+
+
+def test_without_that_it_would_be_noticed() -> None:
+    assert set(asked("cold")["serving"]) == {"attend_tile", "copy_words"}
