@@ -23,7 +23,7 @@ from cbdisagg_bench import goodput_wall
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, command, numbers, refuse_unused
+from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, command, numbers, refuse_unused, sums
 from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich.console import Console
@@ -31,6 +31,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cbdisagg.actors.cores import usable_cores
 from cbdisagg.cli import fail
+from cbdisagg.config import Config
 from cbdisagg.core.profile import Profile, parse_profile
 from cbdisagg.load import load_config
 from cbdisagg.sim.demand import FEWEST, Demand
@@ -39,10 +40,8 @@ from cbdisagg.sim.goodput import Lab
 PARTS = (0.9, 0.99)
 LASTING = 4
 """An overload lasts so many times as long as the other runs: at first any service has room."""
-LENGTHS = ((128, 32), (512, 16))
-"""Wall clock: tokens of prompts and answers."""
 ONLY_VIRTUAL = ("profile", "workers", "kv_gb", "only", "aim", "fine", "quick", "turns", "plot")
-ONLY_WALL = ("config", "rates", "rounds", "requests", "port")
+ONLY_WALL = ("config", "rates", "lengths", "rounds", "requests", "port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,9 @@ def goodput(
     kv_gb: Annotated[float, typer.Option(callback=at_least(1), help="KV memory of each worker, in 10^9 bytes.")] = 60.0,
     config: Annotated[Path | None, typer.Option(help="Wall clock: model, targets and knobs of the policy.")] = None,
     rates: Annotated[str, typer.Option(help="Wall clock: requests per second, as 1,2.")] = "1,2,3",
+    lengths: Annotated[
+        str, typer.Option(help="Wall clock: mean tokens of prompts + answers, as 128+32,512+16.")
+    ] = "128+32,512+16",
     rounds: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each load.")] = 3,
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each run.")] = 20,
     port: Annotated[int, typer.Option(callback=at_least(0), help="Wall clock: of the first service; 0: any.")] = 0,
@@ -101,7 +103,9 @@ def goodput(
     refuse_unused(context, dict.fromkeys(ONLY_VIRTUAL if clock == "wall" else ONLY_WALL, f"by the {clock} clock"))
     check_place(out, "--out")
     if clock == "wall":
-        _on_this_machine(config, numbers("--rates", rates), rounds, requests, seed, port, out, as_json)
+        settings = load_config(config)
+        wanted = goodput_wall.loads(numbers("--rates", rates), sums("--lengths", lengths), settings.targets)
+        _on_this_machine(settings, wanted, rounds, requests, seed, port, out, as_json)
         return
     names = [workload.name for workload in WORKLOADS]
     picked = chosen("--only", only or (names[2:] if quick else names), names)
@@ -134,10 +138,15 @@ def goodput(
 
 
 def _on_this_machine(
-    config: Path | None, rates: list[int], rounds: int, requests: int, seed: int, port: int, out: Path | None, js: bool
+    settings: Config,
+    wanted: Sequence[goodput_wall.Load],
+    rounds: int,
+    requests: int,
+    seed: int,
+    port: int,
+    out: Path | None,
+    js: bool,
 ) -> None:
-    settings = load_config(config)
-    wanted = goodput_wall.loads(rates, LENGTHS, settings.targets)
     configs = goodput_wall.systems(settings, settings.targets, usable_cores().at_once)
     columns = (TextColumn("{task.description:>40}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     try:

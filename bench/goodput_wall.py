@@ -1,13 +1,15 @@
-"""The goodput grid by the wall clock: four services on this machine, asked in turn.
+"""The goodput grid by the wall clock: services on this machine, asked in turn.
 
-Knows four configs of the same model on the same cores: one worker with all threads, two that do both phases, one
-prefill and one decode worker, and two under the policy. All run side by side, idle but for the one that is asked, so a
-slow spell of the machine meets all of them; what counts for a load is the median over the rounds of the requests per
-second that met both targets, and the range of equal rounds says what differences mean.
+Knows configs of the same model on the same cores: one worker with all threads, two that do both phases, one prefill and
+one decode worker, and two under the policy; and one worker that is like each of these two, to compare first tokens with
+where there is no queue. All run side by side, idle but for the one that is asked, so a slow spell of the machine meets
+all of them; what counts for a load is the median over the rounds of the requests per second that met both targets, and
+the range of equal rounds says what differences mean.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 import msgspec
 from cbdisagg_bench.load_asks import VOCAB, fill
 from cbdisagg_bench.load_client import run
-from cbdisagg_bench.load_report import Aims, goodput
+from cbdisagg_bench.load_report import Aims, goodput, summarise
 from cbdisagg_bench.service import running
 from msgspec import Struct
 from msgspec.structs import replace
@@ -33,6 +35,9 @@ from cbdisagg.sim.variants import changed
 NAME = "goodput"
 WARM_UP = 4
 POLICY = "policy"
+HALF = "half"
+LATER = 1.05
+"""At the lowest rate, the policy's first tokens may come so much later than those of one worker like its own."""
 SHORTFALL = 0.95
 """Of the best system's goodput, less the range of its equal rounds: what the policy is to reach."""
 
@@ -48,10 +53,11 @@ class Load(Struct, frozen=True):
 
 
 class WallCell(Struct, frozen=True):
-    """`good`: by system, the requests per second that met both targets, round by round."""
+    """By system, round by round: `good`, the requests per second that met both targets, and `ttft_ms`, the median."""
 
     load: Load
     good: dict[str, list[float]]
+    ttft_ms: dict[str, list[float]]
 
     def median(self, system: str) -> float:
         return statistics.median(self.good[system])
@@ -76,6 +82,15 @@ class WallCell(Struct, frozen=True):
     def holds(self) -> bool:
         return self.ratio >= SHORTFALL - self.spread
 
+    def ttft(self, system: str) -> float:
+        """Milliseconds: the median of the rounds' medians."""
+        return statistics.median(self.ttft_ms[system])
+
+    @property
+    def later(self) -> float:
+        """The policy's TTFT over that of one worker like its own."""
+        return self.ttft(POLICY) / self.ttft(HALF)
+
 
 def systems(base: Config, targets: Targets, threads: int) -> dict[str, Config]:
     """By name. `threads`: of all workers of a system together, at least two."""
@@ -88,10 +103,12 @@ def systems(base: Config, targets: Targets, threads: int) -> dict[str, Config]:
         "two": changed(replace(base, workers=pair), {"policy.mode": "aggregate"}),
         "1P1D": changed(replace(base, workers=split), {"policy.mode": "disaggregate"}),
         POLICY: replace(base, workers=pair),
+        HALF: changed(replace(base, workers=(Workers(role="any", threads=half),)), {"policy.mode": "aggregate"}),
     }
 
 
-def loads(rates: Sequence[float], lengths: Sequence[tuple[int, int]], targets: Targets) -> list[Load]:
+def loads(rates: Sequence[float], lengths: Sequence[Sequence[int]], targets: Targets) -> list[Load]:
+    """`lengths`: tokens of prompts and of answers."""
     return [
         Load(rate, prompts, outputs, targets.ttft_ms, targets.tpot_ms) for prompts, outputs in lengths for rate in rates
     ]
@@ -108,7 +125,7 @@ async def measure(
     ended: Callable[[], None],
 ) -> list[WallCell]:
     """`port`: of the first service, 0 for any. Raises ServiceFailed."""
-    good: list[dict[str, list[float]]] = [{system: [] for system in configs} for _ in wanted]
+    found = [WallCell(load, {name: [] for name in configs}, {name: [] for name in configs}) for load in wanted]
     async with _services(configs, port) as urls:
         for url in urls.values():
             await _ask(url, Load(1e3, 64, 8, 0, 0), WARM_UP, seed, progress)
@@ -116,10 +133,11 @@ async def measure(
             for number, load in enumerate(wanted):
                 for system, url in urls.items():
                     place = (turn * len(wanted) + number) * len(urls)
-                    met = await _ask(url, load, requests, seed + 1 + place, progress)
-                    good[number][system].append(met)
+                    met, ttft_ms = await _ask(url, load, requests, seed + 1 + place, progress)
+                    found[number].good[system].append(met)
+                    found[number].ttft_ms[system].append(ttft_ms)
                     ended()
-    return [WallCell(load, each) for load, each in zip(wanted, good, strict=True)]
+    return found
 
 
 @asynccontextmanager
@@ -137,8 +155,9 @@ async def _services(configs: dict[str, Config], port: int) -> AsyncIterator[dict
         yield urls
 
 
-async def _ask(url: str, load: Load, count: int, seed: int, progress: Progress) -> float:
-    """Requests per second that met both targets: of those that were sent, at the rate at which they came.
+async def _ask(url: str, load: Load, count: int, seed: int, progress: Progress) -> tuple[float, float]:
+    """Requests per second that met both targets, of those sent, at the rate at which they came; and the median
+    of their TTFT in milliseconds.
 
     Lengths and arrivals are the same for all systems and rounds; ids never repeat, so no cache answers.
     """
@@ -147,8 +166,10 @@ async def _ask(url: str, load: Load, count: int, seed: int, progress: Progress) 
         Lengths(load.outputs, "exponential", 4 * load.outputs),
     )
     asks = fill(make_workload(count, load.rate, *lengths, 0), VOCAB, seed)
-    answers, _ = await run(url, NAME, asks, count, progress)
-    return load.rate * (goodput(answers, Aims(load.ttft_ms, load.tpot_ms)) or 0) / count
+    answers, seconds = await run(url, NAME, asks, count, progress)
+    met = goodput(answers, Aims(load.ttft_ms, load.tpot_ms)) or 0
+    (ttft_ms, *_) = summarise(answers, seconds).ttft_ms or [math.inf]
+    return load.rate * met / count, ttft_ms
 
 
 def table(found: Sequence[WallCell], rounds: int) -> Table:
@@ -156,11 +177,12 @@ def table(found: Sequence[WallCell], rounds: int) -> Table:
     missed = sum(not cell.holds for cell in found)
     caption = (
         f"good requests/s, medians of {rounds} rounds; +-: range of the best one's; to reach: {SHORTFALL} of the "
-        f"best, less that range; {missed} of {len(found)} cells miss it (!)"
+        f"best, less that range; {missed} of {len(found)} cells miss it (!). TTFT: the policy's median over that of "
+        f"{HALF}, one worker with as many threads as each of the policy's; at the lowest rate, at most {LATER}"
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     names = list(found[0].good)
-    for name in ("requests/s", "tokens", "TTFT/TPOT ms", *names, "best", "+-", "policy/best", ""):
+    for name in ("requests/s", "tokens", "TTFT/TPOT ms", *names, "best", "+-", "policy/best", "", "TTFT"):
         shown.add_column(name, justify="right")
     for cell in found:
         load = cell.load
@@ -173,11 +195,12 @@ def table(found: Sequence[WallCell], rounds: int) -> Table:
             f"{cell.spread:.0%}",
             f"{cell.ratio:.2f}",
             "" if cell.holds else "!",
+            f"{cell.later:.2f}",
         )
     return shown
 
 
 def summary(cell: WallCell) -> dict[str, object]:
     """For JSON: what was measured, and what follows from it."""
-    follows = {"best": cell.best, "spread": cell.spread, "ratio": cell.ratio, "holds": cell.holds}
+    follows = {"best": cell.best, "spread": cell.spread, "ratio": cell.ratio, "holds": cell.holds, "later": cell.later}
     return {**msgspec.to_builtins(cell), **follows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -33,6 +34,14 @@ def numbers(option: str, text: str) -> list[int]:
                 f"{part!r} in {text!r} is not a number from 1 up; separate with commas: 1,8", param_hint=f"'{option}'"
             )
     return [int(part) for part in parts]
+
+
+def sums(option: str, text: str) -> list[tuple[int, int]]:
+    """Comma-separated pairs of numbers from 1 up."""
+    pairs = [re.fullmatch(r"\s*([1-9]\d*)\+([1-9]\d*)\s*", part, re.ASCII) for part in text.split(",")]
+    if not all(pairs):
+        raise typer.BadParameter(f"{text!r}: write pairs of numbers from 1 up, as 128+32", param_hint=f"'{option}'")
+    return [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
 
 
 def chosen(option: str, names: Collection[str], choices: Collection[str]) -> list[str]:

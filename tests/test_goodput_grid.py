@@ -14,6 +14,7 @@ from cbdisagg_bench.goodput_grid import Cell, cells, fleet, left_at, verdict
 from cbdisagg_bench.goodput_report import knobs, table
 from cbdisagg_bench.goodput_wall import POLICY, Load, WallCell, loads, summary, systems
 from cbdisagg_bench.goodput_workloads import TARGETS, WORKLOADS, Workload, prompt_s, step_s
+from cbdisagg_bench.options import sums
 from rich.console import Console
 from typer import BadParameter, Typer
 
@@ -153,20 +154,26 @@ def test_an_option_that_would_change_nothing_is_refused(given: list[str], option
 def test_by_the_wall_clock_the_policy_is_held_against_the_best_less_the_spread() -> None:
     load = Load(2.0, 128, 32, 1000.0, 50.0)
     good = {"one": [1.9, 2.0, 1.8], "two": [1.0, 1.0, 1.0], POLICY: [1.7, 1.75, 1.6]}
-    met = WallCell(load, good)
+    ttft_ms = {"half": [200.0, 210.0, 190.0], POLICY: [150.0, 214.0, 208.0]}
+    met = WallCell(load, good, ttft_ms)
+    assert met.later == pytest.approx(1.04)
     assert (met.best, met.median("one"), met.spread) == ("one", 1.9, pytest.approx(0.2 / 1.9))
     assert met.ratio == pytest.approx(1.7 / 1.9) and met.holds
-    assert not WallCell(load, {**good, "one": [1.9, 1.9, 1.9]}).holds
-    nobody = WallCell(load, {"one": [0.0], POLICY: [0.0]})
+    assert not WallCell(load, {**good, "one": [1.9, 1.9, 1.9]}, ttft_ms).holds
+    nobody = WallCell(load, {"one": [0.0], POLICY: [0.0]}, ttft_ms)
     assert nobody.ratio == 1.0 and nobody.spread == 0.0 and summary(nobody)["holds"]
 
 
 def test_by_the_wall_clock_all_systems_have_the_same_cores_and_targets() -> None:
     targets = Targets(ttft_ms=500, tpot_ms=40)
     found = systems(Config(), targets, threads=4)
-    assert list(found) == ["one", "two", "1P1D", POLICY]
-    for config in found.values():
-        assert sum(group.count * group.threads for group in config.workers) == 4 and config.targets == targets
+    assert list(found) == ["one", "two", "1P1D", POLICY, "half"]
+    for name, config in found.items():
+        threads = sum(group.count * group.threads for group in config.workers)
+        assert threads == (2 if name == "half" else 4) and config.targets == targets
     modes = [config.policy.mode for config in found.values()]
-    assert modes == ["aggregate", "aggregate", "disaggregate", "auto"]
+    assert modes == ["aggregate", "aggregate", "disaggregate", "auto", "aggregate"]
+    assert sums("--lengths", "128+32,512+16") == [(128, 32), (512, 16)]
+    with pytest.raises(BadParameter, match="as 128"):
+        sums("--lengths", "128+0")
     assert [load.rate for load in loads([1, 2], [(128, 32)], targets)] == [1, 2]
