@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,6 +73,7 @@ async def measure(plan: Plan, options: Sequence[str], folder: Path, progress: Pr
             tasks[phase] = progress.add_task(phase, total=total)
         progress.update(tasks[phase], completed=done)
 
+    until = time.monotonic() + (plan.limit_s or math.inf)
     journals = Journals(folder / "journals")
     with tempfile.TemporaryDirectory(prefix="f-", dir=FOLDER_OF_TEMPORARY_FILES) as temporary:
         options = [*options, "--set", f"debug.journal={journals.folder}"]
@@ -81,7 +84,7 @@ async def measure(plan: Plan, options: Sequence[str], folder: Path, progress: Pr
                 async with asyncio.TaskGroup() as group:
                     following = group.create_task(journals.follow())
                     striker = Striker(processes, journals, random.Random(plan.seed + 1), group)
-                    trial = Trial(plan, Rest(service.url, processes, journals), striker, journals, advance)
+                    trial = Trial(plan, Rest(service.url, processes, journals), striker, journals, advance, until)
                     await trial.run()
                     following.cancel()
             except* (ServiceFailed, aiohttp.ClientError) as failures:
@@ -116,6 +119,13 @@ def service_options(
 
 def faults(
     kills: Annotated[int, typer.Option(callback=at_least(1), help="How many faults are made.")] = 20,
+    each: Annotated[
+        int,
+        typer.Option(callback=at_least(0), help="Instead: so many SIGKILLs of each role's workers, as fast as can be."),
+    ] = 0,
+    limit_s: Annotated[
+        float, typer.Option(callback=at_least(0), help="No further fault after so many seconds; 0: all are made.")
+    ] = 0.0,
     config: Annotated[Path | None, typer.Option(help="TOML file of the service; without it 2 + 2 workers.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a setting; repeatable.")
@@ -148,7 +158,7 @@ def faults(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         options, suspect_s = service_options(config, set_ or [], model, dtype, folder)
-        plan = Plan(kills, requests, concurrency, seed, suspect_s, TOLERANCE[dtype])
+        plan = Plan(kills, requests, concurrency, seed, suspect_s, TOLERANCE[dtype], each, limit_s)
         try:
             with Progress(console=Console(stderr=True), transient=True) as progress:
                 report = asyncio.run(measure(plan, options, folder, progress))

@@ -32,6 +32,8 @@ EVENT_PATIENCE_S = 2.0
 EVERYBODY = 0.05
 SOON = 0.2
 """The share of faults that do not wait until the service has got over the one before."""
+KILL_PATIENCE_S = 0.3
+"""The same where kills follow each other as fast as workers come back."""
 LOOK_S = 0.05
 RECOVERY_S = 60.0
 """A service that is not well again after so long is not waited for."""
@@ -97,6 +99,26 @@ class Striker:
         await asyncio.sleep(fault.delay_s)
         for process in self._victims(fault.who, seen):
             self._do(fault, process, seen)
+
+    async def kill_workers(self, role: str, count: int, until: float) -> None:
+        """SIGKILL workers of a role `count` times, or until that time of the monotonic clock.
+
+        Each at an event of a request if there is one soon, and only while another worker of the role is up, if the
+        service has several.
+        """
+        killed = 0
+        while killed < count and time.monotonic() < until:
+            places = sum(name.partition("-")[0] == role for name in self._processes.names)
+            if sum(it.role == role for it in self.up()) < max(1, min(2, places)):
+                await asyncio.sleep(LOOK_S)
+                continue
+            seen = await self._journals.next(self._rng.choice(AT_REQUESTS), KILL_PATIENCE_S)
+            up = [it for it in self.up() if it.role == role]
+            there = [it for it in up if seen is not None and it.name in (seen.actor, seen.sender)]
+            if up:
+                process, before = self._rng.choice(there or up), len(self.strikes)
+                self._do(Fault("kill", "receiver", "", 0.0, 0.0, 0.0, True), process, seen)
+                killed += len(self.strikes) - before
 
     async def well(self) -> None:
         """Until the coordinator and, of each role, a worker are up; or RECOVERY_S have passed."""

@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -30,7 +30,11 @@ STRETCH = 20
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`kills`: faults to make. `requests`: of one round. `tolerance`: of log probabilities, in nats."""
+    """`kills`: faults to make. `requests`: of one round. `tolerance`: of log probabilities, in nats.
+
+    `each`: kills of each role's workers, in place of faults of all kinds; 0: those. `limit_s`: so long after the
+    service was begun to be started no further fault is made; 0: all are.
+    """
 
     kills: int
     requests: int
@@ -38,6 +42,8 @@ class Plan:
     seed: int
     suspect_s: float
     tolerance: float
+    each: int = 0
+    limit_s: float = 0.0
 
 
 Advance = Callable[[str, int, int], None]
@@ -46,13 +52,14 @@ Advance = Callable[[str, int, int], None]
 
 @dataclass
 class Trial:
-    """One service under load. `report` has everything once `run` has returned."""
+    """One service under load; no fault is made after `until`. `report` has everything once `run` has returned."""
 
     plan: Plan
     rest: Rest
     striker: Striker
     journals: Journals
     advance: Advance
+    until: float
     report: Report = field(default_factory=Report)
     _references: dict[int, Answer] = field(default_factory=dict)
     _answers: defaultdict[str, list[Answer]] = field(default_factory=lambda: defaultdict(list))
@@ -93,19 +100,37 @@ class Trial:
             self._references[answer.ask.number] = answer
 
     async def _strike(self, client: Client, asks: Iterator[tuple[str, Ask]]) -> None:
-        rng = random.Random(self.plan.seed)
+        if self.plan.each:
+            await self._under_load(client, asks, self._kill_each())
+            return
+        rng, strikes = random.Random(self.plan.seed), self.striker.strikes
+        while len(strikes) < self.plan.kills and time.monotonic() < self.until:
+            goal = min(self.plan.kills, len(strikes) + STRETCH)
+            await self._under_load(client, asks, self._stretch(rng, goal))
+
+    async def _stretch(self, rng: random.Random, goal: int) -> None:
         strikes = self.striker.strikes
-        while len(strikes) < self.plan.kills:
-            goal, ended = min(self.plan.kills, len(strikes) + STRETCH), asyncio.Event()
-            asked = _until(ended, asks)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._phase("during", client, asked))
-                while len(strikes) < goal:
-                    await self.striker.strike(draw_fault(rng, self.plan.suspect_s))
-                    self.advance("faults", len(strikes), self.plan.kills)
-                await self.striker.well()
-                ended.set()
-            await self.rest.settle(f"after {len(strikes)} faults")
+        while len(strikes) < goal and time.monotonic() < self.until:
+            await self.striker.strike(draw_fault(rng, self.plan.suspect_s))
+            self.advance("faults", len(strikes), self.plan.kills)
+
+    async def _kill_each(self) -> None:
+        """Workers of all roles at once, each role by itself."""
+        async with asyncio.TaskGroup() as group:
+            for role in sorted({it.role for it in self.rest.processes.look().values() if it.computes}):
+                group.create_task(self.striker.kill_workers(role, self.plan.each, self.until))
+
+    async def _under_load(
+        self, client: Client, asks: Iterator[tuple[str, Ask]], faults: Coroutine[None, None, None]
+    ) -> None:
+        """Make faults while requests run; then a look at the idle service."""
+        ended = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._phase("during", client, _until(ended, asks)))
+            await faults
+            await self.striker.well()
+            ended.set()
+        await self.rest.settle(f"after {len(self.striker.strikes)} faults")
 
     async def _sum_up(self) -> None:
         report, strikes = self.report, self.striker.strikes

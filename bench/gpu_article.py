@@ -26,6 +26,7 @@ from cbdisagg.engine.families import weights_of
 from cbdisagg.engine.kv import KvShape, as_pool
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.specs import read_spec
+from cbdisagg.engine.warm_up import warm_up
 from cbdisagg.engine.weights import load
 
 REQUESTS = 64
@@ -44,6 +45,7 @@ def alone(setting: Setting) -> Iterator[Row]:
             config = system.config(scale, cap, max(each.output for each in work))
             batch = config.scheduler.max_batch
             runner = DeviceRunner(decoder, scale.prompt + cap, setting.device, most_slots=2 * batch, most_batch=batch)
+            warm_up(runner, batch, config.scheduler.token_budget)
             drive = Drive(config, work, runner, wall=True)
             while drive.step():
                 pass

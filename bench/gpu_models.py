@@ -24,6 +24,7 @@ from cbdisagg.engine.families import spec_of, weights_of
 from cbdisagg.engine.kv import KvShape, as_pool
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.random_weights import Drawn, write_recipe
+from cbdisagg.engine.warm_up import warm_up
 
 PAGE = 16
 SPREAD = 0.04
@@ -61,8 +62,10 @@ KV_OF_8B = Llama(32, 2048, 4096, 16, 8, 128, 32_000)
 TINY = Llama(2, 64, 96, 4, 2, 16, 400, 2048)
 
 
-def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most_batch: int) -> DeviceRunner:
-    """In bfloat16 (tiny: float32), with a pool of `pages` pages of PAGE tokens."""
+def device_runner(
+    setting: Setting, shape: Llama, pages: int, max_len: int, most_batch: int, most_rows: int
+) -> DeviceRunner:
+    """In bfloat16 (tiny: float32), with a pool of `pages` pages of PAGE tokens; warmed up."""
     dtype = torch.float32 if setting.tiny else torch.bfloat16
     spec = spec_of(shape.config())
     kv = KvShape(spec.layers, spec.kv_heads, spec.head_dim, PAGE, dtype)
@@ -74,7 +77,9 @@ def device_runner(setting: Setting, shape: Llama, pages: int, max_len: int, most
         linears = make_linears(weights, ops, dtype)
     decoder = Decoder(spec, weights, linears, ops, as_pool(memory, kv), max_len)
     setting.device.mark().wait()
-    return DeviceRunner(decoder, max_len, setting.device, most_slots=2 * most_batch, most_batch=most_batch)
+    runner = DeviceRunner(decoder, max_len, setting.device, most_slots=2 * most_batch, most_batch=most_batch)
+    warm_up(runner, most_batch, most_rows)
+    return runner
 
 
 def write_folder(folder: Path, shape: Llama) -> Path:

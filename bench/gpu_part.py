@@ -1,6 +1,6 @@
 """One part of `cbdisagg bench gpu`, in a process of its own: rows as JSON lines on stdout, as they are measured.
 
-Usage: python -m cbdisagg_bench.gpu_part PART DEVICE
+Usage: python -m cbdisagg_bench.gpu_part PART DEVICE LIMIT_S: how long it may take is told for those who can do less.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ PARTS = {
     "steps": ("gpu_steps", "run"),
     "ipc": ("gpu_ipc", "run"),
     "pair": ("gpu_services", "pair"),
-    "kills": ("gpu_services", "kills"),
     "article": ("gpu_article", "alone"),
     "article-pair": ("gpu_article", "as_pair"),
+    "kills": ("gpu_kills", "run"),
 }
 """Module and function of each, in the order in which they run."""
 SPEEDS = ("x", "steps")
 """Units of what the interpreter says nothing of."""
 
 
-def main(part: str, device: str) -> None:
+def main(part: str, device: str, limit_s: str) -> None:
     module, function = PARTS[part]
     try:
         run: Callable[[Setting], Iterator[Row]] = getattr(import_module(f"cbdisagg_bench.{module}"), function)
-        where = setting(device)
+        where = setting(device, float(limit_s))
         for row in run(where):
             if where.tiny and row.unit in SPEEDS:
                 row = replace(row, aim="", holds=None)

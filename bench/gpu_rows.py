@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,10 +27,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`name`: cuda:N, or cpu: then kernels run in Triton's interpreter, and all is tiny: it tries the way only."""
+    """`name`: cuda:N, or cpu: then kernels run in Triton's interpreter, and all is tiny: it tries the way only.
+
+    `until`: when the part has to be done, of the monotonic clock.
+    """
 
     name: str
     device: Device
+    until: float
 
     @property
     def tiny(self) -> bool:
@@ -43,9 +48,10 @@ class Setting:
         return tiny if self.tiny else whole
 
 
-def setting(name: str) -> Setting:
+def setting(name: str, limit_s: float = math.inf) -> Setting:
     """Raises ConfigError if there is no such device."""
-    return Setting(name, HostDevice() if name == "cpu" else open_device(name))
+    until = time.monotonic() + limit_s
+    return Setting(name, HostDevice() if name == "cpu" else open_device(name), until)
 
 
 def seconds(setting: Setting, call: Callable[[], object], repeat: int = 20) -> float:

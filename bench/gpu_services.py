@@ -1,4 +1,4 @@
-"""Parts of `cbdisagg bench gpu` that ask whole services: a pair against one worker, and what is struck by faults.
+"""The part of `cbdisagg bench gpu` that asks whole services: a pair of workers against one.
 
 Knows configs and HTTP. With the device "cpu" the same services run on the CPU, which proves the script, not the GPU.
 """
@@ -9,8 +9,6 @@ import asyncio
 import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,8 +24,6 @@ from cbdisagg_bench.service import Service, running
 PROMPT, ANSWER = 4096, 32
 REPEAT = 8
 TOLD_S = 5.0
-FAULTS = 40
-"""Of all kinds that `bench faults` draws: six in ten are kills, and some fall on the coordinator."""
 
 SETTINGS = """
 [model]
@@ -56,20 +52,20 @@ class Told:
     gap_s: float
 
 
-def config_text(setting: Setting, roles: dict[str, int], dtype: str, *, max_len: int, batch: int, budget: int) -> str:
+def config_text(
+    setting: Setting, roles: dict[str, int], dtype: str, *, max_len: int, memory_mb: int, batch: int, budget: int
+) -> str:
+    """Of a service of random weights; `memory_mb` of each worker on a GPU."""
     groups = "".join(GROUP.format(role=role, count=count, device=setting.name) for role, count in roles.items())
     return SETTINGS.format(
         dtype=dtype,
         workers=groups,
         max_len=max_len,
-        memory_mb=setting.size(8192, 16),
+        memory_mb=setting.size(memory_mb, 16),
         max_batch=batch,
         budget=budget,
         mode="disaggregate" if "decode" in roles else "aggregate",
     )
-
-
-# --------------------------------------------------------------------------------------------------------- a pair
 
 
 def pair(setting: Setting) -> Iterator[Row]:
@@ -82,7 +78,8 @@ def pair(setting: Setting) -> Iterator[Row]:
         write_folder(folder / "model", shape)
         roles = {"pair": {"prefill": 1, "decode": 1}, "single": {"any": 1}}
         for service, each in roles.items():
-            text = config_text(setting, each, "bfloat16", max_len=prompt + 64, batch=16, budget=prompt + 64)
+            longest = prompt + 64
+            text = config_text(setting, each, "bfloat16", max_len=longest, memory_mb=8192, batch=16, budget=longest)
             (folder / f"{service}.toml").write_text(text)
         answers, ways = asyncio.run(_ask_both(folder, shape.vocab, prompt, setting.size(REPEAT, 2)))
     pairs, singles = answers["pair"], answers["single"]
@@ -141,33 +138,3 @@ async def _ways(session: aiohttp.ClientSession, service: Service) -> set[str]:
             text = await response.text()
         ways = set(re.findall(r'^cbdisagg:kv_transfer_bytes\S*transport="(\w+)"\S* [1-9]', text, re.MULTILINE))
     return ways
-
-
-# ---------------------------------------------------------------------------------------------------------- kills
-
-
-def kills(setting: Setting) -> Iterator[Row]:
-    """Processes of a tiny model's service struck under load; every answer is compared with the undisturbed one."""
-    part, count = "kills", setting.size(FAULTS, 4)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "model").mkdir()
-        write_folder(folder / "model", TINY)
-        roles = {"prefill": 2, "decode": 2}
-        config = config_text(setting, roles, "float32", max_len=1024, batch=16, budget=256)
-        (folder / "service.toml").write_text(config)
-        command = [
-            *(sys.executable, "-m", "cbdisagg", "bench", "faults", "--kills", str(count), "--dtype", "float32"),
-            *("--config", str(folder / "service.toml"), "--model", str(folder / "model"), "--json"),
-        ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if not done.stdout.lstrip().startswith("{"):  # it has said on stderr what is wrong, which is in the log
-        raise RuntimeError(f"bench faults ended with status {done.returncode} and no report")
-    report = json.loads(done.stdout)
-    made = report["faults"]
-    yield Row(part, "faults made", float(sum(made.values())), "faults")
-    killed = sum(made.get(f"kill {role}", 0) for role in roles)
-    yield Row(part, "  of them kills of workers", float(killed), "kills")
-    yield at_most(part, "answers lost, altered or repeated", float(len(report["findings"])), "answers", 0)
-    yield at_most(part, "things not given back", float(len(report["leaked"])), "", 0)
-    yield at_most(part, "processes that ended by themselves", float(len(report["crashed"])), "", 0)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from cbdisagg_bench.gpu_models import LLAMA_8B, PAGE, TINY, device_runner
 from cbdisagg_bench.gpu_rows import Row, Setting, at_most, copy_bytes_per_s
+from triton import knobs
 
 from cbdisagg.engine.device_runner import DeviceRunner
 from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
@@ -32,8 +33,10 @@ def run(setting: Setting) -> Iterator[Row]:
     each = -(-(context + steps + 1) // PAGE)
     pages = max(batches) * each + -(-prompt // PAGE)
     shape = TINY if setting.tiny else LLAMA_8B
-    runner = device_runner(setting, shape, pages, max(context + steps + 1, prompt) + PAGE, max(batches))
-    bench = Steps(runner, pages)
+    longest = max(context + steps + 1, prompt) + PAGE
+    runner = device_runner(setting, shape, pages, longest, max(batches), most_rows=prompt)
+    bench, compiled = Steps(runner, pages), list[str]()
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **rest: compiled.append(fn.name)
     for batch in batches:
         taken = bench.decode(batch, context, steps)
         nbytes = weight_bytes(runner) + kv_bytes(runner, batch * context)
@@ -44,6 +47,7 @@ def run(setting: Setting) -> Iterator[Row]:
         yield at_most(PART, what, over, "x", BOUND[batch]) if batch in BOUND else Row(PART, what, over, "x")
     taken = bench.prefill(prompt, setting.size(6, 2))
     yield Row(PART, f"prefill of {prompt} tokens", prompt / taken, "tok/s")
+    yield at_most(PART, "kernels compiled in these steps", len(compiled), "kernels", 0)
 
 
 def weight_bytes(runner: DeviceRunner) -> int:

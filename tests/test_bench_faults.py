@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import random
 import signal
 import subprocess
@@ -516,6 +517,25 @@ async def test_a_fault_waits_until_each_role_is_there_again(start: Begin) -> Non
         journals.living["prefill-0"] = 90
         await next_one
     assert [it.name for it in striker.strikes] == ["prefill-0", "decode-0"]
+
+
+async def test_workers_of_a_role_are_killed_in_turn_while_another_is_there(start: Begin) -> None:
+    processes, journals, started = service(start)
+    async with asyncio.TaskGroup() as tasks:
+        striker = Striker(processes, journals, random.Random(0), tasks)
+        await striker.kill_workers("prefill", 1, math.inf)  # the service has one only
+        killing = tasks.create_task(striker.kill_workers("decode", 2, math.inf))
+        done, _ = await asyncio.wait([killing], timeout=1.0)
+        assert not done and [it.role for it in striker.strikes] == ["prefill", "decode"]
+        (last,) = {"decode-0", "decode-1"} - {striker.strikes[1].name}
+        assert started[last].poll() is None
+        successor = striker.strikes[1].name
+        start(successor, 90)
+        journals.living[successor] = 90
+        await killing
+        await striker.kill_workers("decode", 9, time.monotonic())  # too late
+    assert [(it.kind, it.role) for it in striker.strikes[1:]] == [("kill", "decode")] * 2
+    assert not any(it.alone for it in striker.strikes[1:])
 
 
 async def test_a_moment_is_an_event_of_the_journal_and_its_receiver_or_sender_is_struck(

@@ -6,6 +6,7 @@ import json
 import os
 import select
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -22,7 +23,7 @@ def test_limits_are_for_all_parts_and_keep_to_five_minutes() -> None:
 
 def test_a_part_runs_by_itself_and_its_rows_are_kept(tmp_path: Path) -> None:
     with (tmp_path / "log.txt").open("wb") as log:
-        outcome = gpu.run_part("ipc", "cpu", log)
+        outcome = gpu.run_part("ipc", "cpu", log, 200)
     assert outcome.trouble == "", (tmp_path / "log.txt").read_text()
     rows = {row.what: row for row in outcome.rows}
     assert rows["layers of 2 that arrived damaged"].holds is True
@@ -31,7 +32,7 @@ def test_a_part_runs_by_itself_and_its_rows_are_kept(tmp_path: Path) -> None:
 
 def test_a_part_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
     with (tmp_path / "log.txt").open("wb") as log:
-        failed = gpu.run_part("ipc", "cuda:99", log)
+        failed = gpu.run_part("ipc", "cuda:99", log, 200)
         hung = gpu.run_part("ipc", "cpu", log, limit_s=0.01)
     assert "status 1" in failed.trouble and "cuda:99" in failed.trouble
     assert hung.trouble == "not done after 0 s" and not hung.rows
@@ -46,7 +47,7 @@ def test_nobody_outlives_a_part_that_started_him(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(gpu.sys, "executable", str(part))
     reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
     with (tmp_path / "log.txt").open("wb") as log:
-        assert gpu.run_part("ipc", "cpu", log).trouble.startswith("status 3")
+        assert gpu.run_part("ipc", "cpu", log, 200).trouble.startswith("status 3")
     ended, _, _ = select.select([reader], [], [], 10)
     os.close(reader)
     assert ended  # he who could write is gone
@@ -57,9 +58,16 @@ def test_one_bad_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: pyte
         "kernels": gpu.Outcome("kernels", 1.0, "", [at_most("kernels", "attention", 1e-6, "abs", 1e-5)]),
         "rates": gpu.Outcome("rates", 1.0, "not done after 30 s", [Row("rates", "copy of memory", 4e3, "GB/s")]),
     }
-    monkeypatch.setattr(gpu, "run_part", lambda name, device, log: found[name])
+    limits = []
+
+    def run_part(name: str, device: str, log: Any, limit_s: float) -> gpu.Outcome:
+        limits.append(limit_s)
+        return found[name]
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
     with pytest.raises(typer.Exit):
-        gpu.gpu(out=tmp_path / "out", device="cpu", parts="kernels,rates", as_json=True)
+        gpu.gpu(out=tmp_path / "out", device="cuda:0", parts="kernels,rates", as_json=True)
+    assert limits == [gpu.LIMITS_S["kernels"], gpu.LIMITS_S["rates"] + gpu.LIMITS_S["kernels"] - 1.0]  # what was left
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.json", "table.txt", "log.txt"}
     report = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [part["trouble"] for part in report["parts"]] == ["", "not done after 30 s"]
