@@ -79,15 +79,15 @@ class Placement:
             return [reject(api, request, 429, text, self._drain_s())]
         hashes = split_hashes(request.hashes)
         decision = self.decide(request, wanted, hashes)
-        traced = self._trace(request, decision, wanted)
         if self.config.policy.admission == "early-reject" and not request.submission and decision.reason != "sibling":
             refused = refusal(decision, wanted, self._between_ends_s)
             if refused is not None:
                 text, after_s = refused
                 self._count("rejected", "unattainable")
-                return [*traced, reject(api, request, 429, f"{text} (policy.admission)", after_s)]
+                rejected = reject(api, request, 429, f"{text} (policy.admission)", after_s)
+                return [*self._trace(request, decision, wanted, "refused: "), rejected]
         self._count(decision.kind, decision.reason)
-        return [*traced, self._place(request, hashes, decision, now)]
+        return [*self._trace(request, decision, wanted), self._place(request, hashes, decision, now)]
 
     def decide(self, request: Generate, wanted: Wanted, hashes: Sequence[Hash]) -> Decision:
         """Somebody serves. Siblings go where the first of them went, and join its prefix there."""
@@ -121,15 +121,23 @@ class Placement:
         if placed is not None and (placed.submission > request.submission or placed.decode != source):
             return []
         everybody = self.board.everybody(self._serves)
-        to = relief(everybody, source, self.knobs, _wanted(request)) if late else move_target(everybody, source)
-        if to is None:
+        if not late:
+            to = move_target(everybody, source)
+            return [self._move(request, source, to)] if to is not None else []
+        wanted = _wanted(request)
+        decision = relief(everybody, source, self.knobs, wanted)
+        if decision is None:
             return []
+        self._count(decision.kind, decision.reason)
+        return [*self._trace(request, decision, wanted), self._move(request, source, decision.decode)]
+
+    def _move(self, request: Generate, source: Address, to: Address) -> Effect:
         self.placed[request.id] = Placed(request.submission, to, source)
         taker = self.workers[to.incarnation]
         taker.submit(0)
         self.look_at(taker)
         self._sent(taker, split_hashes(request.hashes))
-        return [Tell(to, Submit(request, Route(source, to), self.term, moves=True))]
+        return Tell(to, Submit(request, Route(source, to), self.term, moves=True))
 
     def _place(self, request: Generate, hashes: Sequence[Hash], decision: Decision, now: float) -> Effect:
         self.placed[request.id] = Placed(request.submission, decision.decode)
@@ -148,10 +156,10 @@ class Placement:
     def _count(self, kind: str, reason: str) -> None:
         self.decisions[kind, reason] = self.decisions.get((kind, reason), 0) + 1
 
-    def _trace(self, request: Generate, decision: Decision, wanted: Wanted) -> list[Effect]:
+    def _trace(self, request: Generate, decision: Decision, wanted: Wanted, outcome: str = "") -> list[Effect]:
         if not self.config.debug.trace:
             return []
-        return [Note("info", f"request {request.id.api}.{request.id.n}: {explain(decision, wanted)}")]
+        return [Note("info", f"request {request.id.api}.{request.id.n}: {outcome}{explain(decision, wanted)}")]
 
     def _drain_s(self) -> float:
         """Until a request that waits has found a place: then another may wait."""

@@ -220,18 +220,19 @@ def move_target(sight: Sight, source: Address) -> Address | None:
     return best.address if best is not None else None
 
 
-def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Address | None:
+def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Decision | None:
     """Who takes a running request off `source`, which is late: the most loaded that stays within rho x TPOT with it,
-    whose steps are clearly shorter. None: it is better off where it is.
+    whose steps are clearly shorter. None: it is better off where it is, which is the decision's only other.
     """
     here = next((view for view in sight.views if view.address == source), None)
     if here is None:
         return None
+    stays = Decision(source, source, "stays", 0.0, here.forecast.step_s, here.limit_s(wanted.tpot_s))
     others = [view for view in sight.views if view.pin != "prefill" and view.address != source]
     for view in _packed(others, knobs.rho, wanted):
-        gains = view.step_with(wanted.tokens) <= GAIN * here.forecast.step_s
-        if gains and source in sight.links.get(view.address, {}):
-            return view.address
+        step_s = view.step_with(wanted.tokens)
+        if step_s <= GAIN * stays.step_s and source in sight.links.get(view.address, {}):
+            return Decision(source, view.address, "relief", 0.0, step_s, view.limit_s(wanted.tpot_s), others=(stays,))
     return None
 
 
@@ -250,9 +251,9 @@ def explain(decision: Decision, wanted: Wanted) -> str:
     """One line for a reader: the route, the predictions for it, and the best of what was not taken."""
     others = sorted(decision.others, key=lambda other: other.ttft_s)[:3]
     taken = f"{_way(decision)} ({decision.reason}) for {wanted.tokens} + {wanted.max_tokens} tokens"
-    chances = f"{_chances(decision)}; targets {wanted.ttft_s:.3g} s, {wanted.tpot_s * 1e3:.3g} ms"
+    targets = f"targets {wanted.ttft_s:.3g} s, {wanted.tpot_s * 1e3:.3g} ms"
     rest = "; ".join(f"{_way(other)} {_chances(other)}" for other in others)
-    return f"{taken}: {chances}" + (f"; instead of {rest}" if rest else "")
+    return f"{taken}: {_chances(decision)}; {targets}" + (f"; instead of {rest}" if rest else "")
 
 
 def _way(decision: Decision) -> str:
@@ -260,8 +261,10 @@ def _way(decision: Decision) -> str:
 
 
 def _chances(decision: Decision) -> str:
+    """A running request has its first token, and what goes with its siblings is not predicted."""
+    first = f"first token {decision.ttft_s:.3g} s, " if decision.ttft_s else ""
     full = "" if decision.fits else ", no room"
-    return f"first token {decision.ttft_s:.3g} s, steps {decision.step_s * 1e3:.3g} ms{full}"
+    return f"{first}steps {decision.step_s * 1e3:.3g} ms{full}"
 
 
 def _why_not_local(view: View, decoders: Sequence[View], good: Sequence[View], knobs: Knobs, wanted: Wanted) -> str:

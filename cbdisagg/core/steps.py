@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from cbdisagg.core.cost import Sums, Work, sums
+from cbdisagg.core.flow import Flow
 from cbdisagg.core.forecast import forecast
 from cbdisagg.core.pace import Pace, Shares
 from cbdisagg.core.refit import Refit
@@ -27,6 +28,7 @@ class Steps:
         self.refit = Refit(costs)
         self.turns = turns
         self.plans_ahead = plans_ahead
+        self._flow = Flow()
         self._work: dict[int, Sums] = {}  # of the plans in flight
         self._free_at = 0.0  # when these are predicted to have ended
 
@@ -51,14 +53,20 @@ class Steps:
             self.turns.serve(request, part.count - part.draws, part.draws)
         return outcomes
 
+    def to_relieve(self, now: float) -> Request | None:
+        """A stream that would better be decoded elsewhere, after a step."""
+        return self._flow.pick(self._streams(), self.pace, self.refit.model, now)
+
     def forecast(self, taken: Collection[Request]) -> Forecast:
         """`taken`: all requests that decode here, now or later."""
-        streams = [request for request in self.scheduler.running.values() if request.decoding]
-        return forecast(self.refit.model, self.pace, taken, streams)
+        return forecast(self.refit.model, self.pace, taken, self._streams())
 
     def waiting(self, now: float) -> list[Request]:
         """Those that wait, in the order in which they are to be looked at."""
         return self.turns.order(self.scheduler.waiting, self.pace, self.refit.model, now)
+
+    def _streams(self) -> list[Request]:
+        return [request for request in self.scheduler.running.values() if request.decoding]
 
     def _share(self, streams: Sequence[Request], prompts: Sequence[Request], starts: float) -> Shares:
         return self.pace.shares(streams, prompts, self.refit.model, starts)

@@ -493,6 +493,15 @@ class WorkerCore:
                     reach = min(slice_.start + slice_.count, target.end * self.info.page_size)
                     self._hand_over(request, target, reach)
         self.reporter.stepped(decode, prefill)
+        self._ask_for_relief()
+
+    def _ask_for_relief(self) -> None:
+        """Streams are late: another worker may be better off with one. Until it takes it, it stays."""
+        if self.leaving or self.peers.coordinator is None or not self.peers.workers:
+            return
+        stream = self.steps.to_relieve(self._now)
+        if stream is not None:
+            self._tell(self.peers.coordinator, Return(self._as_it_is(stream), late=True))
 
     def _draw(self, request: Request, sampled: Sampled) -> None:
         """Tokens drawn for a local request, here or by its prefill worker: the one place where a stream grows."""
@@ -541,16 +550,16 @@ class WorkerCore:
                 request.returned = False  # there may be a worker for it now
 
     def _abandon_attempts(self, prefill: Address) -> None:
-        """A suspect may still write: its requests go on in other pages, the old ones stay quarantined."""
+        """A suspect may still write: its requests go on in other pages, the old ones stay quarantined.
+
+        What it gives away is waited for: it may have handed over already, and then nobody else would have it. If the
+        suspect dies instead, or is cut off, the stream comes again from its api.
+        """
         for attempt in self.handoffs.of(prefill.incarnation):
             reservation = self.handoffs.reservations[attempt]
             request = reservation.request
-            if request is None or reservation.complete:
-                continue
-            if request.moves:
-                self._end(request)
-                continue
-            self._requeue(request)
+            if request is not None and not (request.moves or reservation.complete):
+                self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
         """Its writer is not to be trusted: other pages, while the old ones are quarantined."""

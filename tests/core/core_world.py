@@ -61,6 +61,8 @@ from cbdisagg.messages import (
     PoolInfo,
     Push,
     Reported,
+    RequestId,
+    Return,
     Role,
     Sampled,
     Sampling,
@@ -109,7 +111,7 @@ def expected_output(prompt: list[int], sampling: Sampling, max_len: int) -> list
 class Setting:
     """What a world is made of. `roles`: one worker each, and the config is told so.
 
-    `kind`: how pages move, by pair of names ("" for no way).
+    `kind`: how pages move, by pair of names ("" for no way). `step_s`: what a step of so many slices takes.
     """
 
     roles: tuple[Role, ...]
@@ -120,6 +122,7 @@ class Setting:
     plans_ahead: int = 0
     checksums: bool = False
     kind: Callable[[str, str], str] = lambda prefill, decode: "shm"
+    step_s: Callable[[int], float] = lambda slices: 0.01
 
     def __post_init__(self) -> None:
         workers = tuple(Workers(role) for role in self.roles)
@@ -327,8 +330,9 @@ class WorkerActor(Actor):
                 self._push(piece.push)
         if not only_push:
             pushes = [piece.push for piece in plan.slices if piece.push is not None and self.world.setting.checksums]
+            seconds = self.world.setting.step_s(len(plan.slices))
             sums = tuple((push.serial, b"".join(map(self.checksum, push.source))) for push in pushes)
-            self._feed(StepDone(StepResult(plan.number, tuple(sampled), 0.01), sums))
+            self._feed(StepDone(StepResult(plan.number, tuple(sampled), seconds), sums))
 
     def _compute(self, piece: Any) -> Sampled:
         slot, size = self.slots[piece.slot], self.world.setting.page_size
@@ -379,6 +383,12 @@ class WorkerActor(Actor):
         """SIGTERM."""
         self.leaving = True
         self._feed(Leave())
+
+    def relieve(self, id: RequestId) -> None:
+        """It wants to be rid of a request without leaving: as flow does, but whether anybody gains by it or not."""
+        coordinator = self.core.peers.coordinator
+        if coordinator is not None:
+            self.world.send(self.address, coordinator, Return(self.core._as_it_is(self.core.requests[id])))
 
     def end(self) -> None:
         """Nothing is left to do here: the process ends by itself."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from core_world import Setting, WorkerActor, World, expected_output
+from core_world import SUPERVISOR, Setting, WorkerActor, World, expected_output
 
 from cbdisagg.api.client import Stream
 from cbdisagg.config import Config, Kv, Policy, Scheduler
@@ -214,3 +214,30 @@ def a_request_keeps_its_turn_when_it_goes_on_elsewhere() -> None:
     until(service, lambda: young.output)
     assert old.output, "the younger one was served first"
     finish(service, *running, *waiting)
+
+
+# ------------------------------------------------------------------------------ nobody gives to nobody
+
+
+def what_a_suspect_has_handed_over_is_taken() -> None:
+    """A new coordinator lists the receiver of a move before its giver, who hands over before it is told to stop."""
+    service = world("any", "any", pages=16)
+    stream = ask(service, [1, 2, 3], 12)
+    until(service, lambda: stream.worker and len(stream.output) >= 2)
+    [old] = [worker for worker in service.workers if worker.address == stream.worker]
+    [new] = [worker for worker in service.workers if worker is not old]
+    old.relieve(stream.id)
+    until(service, lambda: old.core.supply.gifts)
+    service.start_coordinator()
+    coordinator = service.coordinator.address.incarnation
+    for pair in [(SUPERVISOR.incarnation, coordinator), (SUPERVISOR.incarnation, new.address.incarnation)]:
+        while service.queues[pair]:
+            service.deliver(pair)
+    for pair in [(new.address.incarnation, coordinator), (coordinator, new.address.incarnation)]:
+        while service.queues[pair]:
+            service.deliver(pair)
+    assert old.address.incarnation not in new.core.peers.workers
+    while stream.id in old.core.requests:
+        old.step()
+    finish(service, stream)
+    assert stream.submission == 0

@@ -219,6 +219,15 @@ def keep_writing(self: WorkerCore, request: Any, target: Any, computed: int) -> 
     self._farewells += self.supply.hand_over(request, target, computed, self._now)
 
 
+def take_nothing_from_a_suspect(original: Any, self: WorkerCore, prefill: Any) -> None:
+    """What it is about to give is given up, though it may have handed that over already."""
+    for attempt in self.handoffs.of(prefill.incarnation):
+        request = self.handoffs.reservations[attempt].request
+        if request is not None and request.moves:
+            self._end(request)
+    original(self, prefill)
+
+
 def any_api(original: Any, self: Peers, members: Any) -> Any:
     """Apis that are no longer listed are still served."""
     known = self.apis
@@ -445,6 +454,13 @@ MUTATIONS = [
         "in transit is not looked at",
         instead(Stream, "in_transit", property(lambda self: False)),
         "leaves, dies",
+        "has not ended",
+    ),
+    Mutation(
+        16,
+        "who is suspected has nothing to give",
+        changed(WorkerCore, "_abandon_attempts", take_nothing_from_a_suspect),
+        directed.what_a_suspect_has_handed_over_is_taken,
         "has not ended",
     ),
     Mutation(

@@ -123,6 +123,15 @@ class Service(RuleBasedStateMachine):
         if not worker.leaving:
             worker.leave()
 
+    @precondition(lambda self: any(worker.core.requests for worker in self.world.workers))
+    @rule(data=st.data())
+    def relieve(self, data: st.DataObject) -> None:
+        """A worker wants to be rid of a request, in whatever state, without leaving: no stream may notice."""
+        worker = data.draw(st.sampled_from([worker for worker in self.world.workers if worker.core.requests]))
+        request = data.draw(st.sampled_from(list(worker.core.requests.values())))
+        if not request.moves:
+            worker.relieve(request.spec.id)
+
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0]))
     def wait(self, seconds: float) -> None:
         self.world.now += seconds

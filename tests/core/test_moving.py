@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from core_world import Setting, WorkerActor, World, expected_output
 
 from cbdisagg.api.client import Stream
-from cbdisagg.config import Config, Policy
+from cbdisagg.config import Config, Debug, Policy
+from cbdisagg.core.effects import Note
+from cbdisagg.core.flow import PAUSE_S
 from cbdisagg.core.request import State
 from cbdisagg.messages import Accepted, KvReady, Prefill, Return, Role, Sampling, Submit, Targets
 
@@ -198,6 +201,44 @@ def test_a_stream_survives_a_death_at_any_moment_of_a_move(dies: str, at: type) 
         service.queues[pair].clear()
     service.kill(victim.address.incarnation)
     finish(service, stream)
+
+
+def test_a_stream_flows_off_a_worker_that_is_late_and_loses_nothing() -> None:
+    """Four on one worker, one of them with a target that it cannot meet; then a second worker comes."""
+    service = World(
+        Setting(
+            ("any",),
+            Config(debug=Debug(trace=True)),
+            pages=256,
+            max_batch=8,
+            step_s=lambda slices: 0.01 * slices,
+        )
+    )
+    service.settle()
+    loose, tight = Targets(5.0, 1.0), Targets(5.0, 0.001)
+    streams = [
+        service.api.submit([1, 2, n], Sampling(max_tokens=120), tight if n == 0 else loose, None) for n in range(4)
+    ]
+    until(service, lambda: all(len(stream.output) >= 2 for stream in streams))
+    [old] = service.workers
+    service.start_worker("any-1", "any")
+    other = service.workers[1]
+    random = Random(0)
+    while not service.coordinator.core.placement.board.everybody(lambda _: True).links.get(other.address):
+        random.choice(list(service.actions()))()
+    service.now += PAUSE_S
+    until(service, lambda: any(stream.worker == other.address for stream in streams))
+    moved = [stream for stream in streams if stream.worker == other.address]
+    assert moved == [streams[1]], "the oldest of those that are equally far ahead, and not the one that is late"
+    assert old.core.steps.to_relieve(service.now) is None, "it waits whether that has helped"
+    finish(service, *streams)
+    assert [stream.submission for stream in streams] == [0] * 4 and not sum(service.api.client.resumed.values())
+    assert service.coordinator.core.decisions["remote", "relief"] >= 1
+    notes = [e.text for _, _, effects in service.coordinator.journal or () for e in effects if isinstance(e, Note)]
+    [why, *_] = [
+        note for note in notes if note.startswith(f"request {service.api.address.incarnation}.1: any-0 > any-1")
+    ]
+    assert "(relief) for" in why and "instead of any-0 steps" in why
 
 
 def test_a_new_coordinator_learns_who_is_leaving() -> None:

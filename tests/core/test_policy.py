@@ -129,7 +129,9 @@ def test_who_leaves_gives_to_the_least_loaded_that_it_can_push_to() -> None:
 
 def test_a_late_worker_is_relieved_only_by_one_that_is_clearly_better_off() -> None:
     late, good, hardly = worker("w0", streams=30), worker("w1", streams=8), worker("w2", streams=24)
-    assert relief(sight(late, good, hardly), late.address, AUTO, WANTED) == good.address
+    decision = relief(sight(late, good, hardly), late.address, AUTO, WANTED)
+    assert decision is not None and names(decision) == ("w0", "w1", "relief")
+    assert decision.step_s < decision.others[0].step_s == late.forecast.step_s
     assert relief(sight(late, hardly), late.address, AUTO, WANTED) is None
     assert relief(sight(late, good), late.address, AGGREGATE, WANTED) is None
     assert relief(sight(good), late.address, AUTO, WANTED) is None
@@ -154,6 +156,10 @@ def test_a_decision_can_be_read() -> None:
     assert "instead of w1 first token 0.668 s" in text
     handed = route(sight(worker("w0", pin="prefill"), worker("w1", pin="decode")), DISAGGREGATE, WANTED)
     assert explain(handed, WANTED).startswith("w0 > w1 (pinned)")
+    relieved = relief(sight(worker("w0", streams=30), worker("w1", streams=8)), Address("w0", 1, ""), AUTO, WANTED)
+    assert relieved is not None
+    text = explain(relieved, WANTED)
+    assert text == "w0 > w1 (relief) for 400 + 100 tokens: steps 19 ms; targets 1 s, 50 ms; instead of w0 steps 40 ms"
 
 
 # ---------------------------------------------------------------------------------------------------- properties

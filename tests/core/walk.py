@@ -23,7 +23,7 @@ from walk_draft import Draft, world_of
 from walk_world import API, COORDINATOR, WORKER, Asked, State, Tables
 
 from cbdisagg.core.coordinator import STATS_S
-from cbdisagg.messages import Members, Tokens, unpack
+from cbdisagg.messages import Members, RequestId, Tokens, unpack
 
 PATIENCE = 8
 """Time passes this often at an end: for Loads, then Stats, then what they set going, and a heartbeat."""
@@ -35,8 +35,9 @@ class Scenario:
 
     `faults`: how often each may happen, `most` of them in one run: "cancel"; "lose" (a message between workers, or
     data), "lose anywhere"; "coordinator" (starts anew); "api" (dies); and with a worker's name "kill NAME", "suspect
-    NAME", "leave NAME", "restart NAME". A killed worker has a successor when "restart NAME" comes, at any time, or else
-    at the end. A walk that sees fewer than `floor` states has missed some.
+    NAME", "leave NAME", "relieve NAME" (of a stream, as flow does), "restart NAME". A killed worker has a successor
+    when "restart NAME" comes, at any time, or else at the end. A walk that sees fewer than `floor` states has missed
+    some.
     """
 
     name: str
@@ -178,6 +179,10 @@ class Walk:
                 for n in named:
                     if not self.tables.locals[dict(state.actors)[n]].actor.leaving:
                         yield Step("act", (n, "leave"))
+            case "relieve":
+                for n in named:
+                    for id in self._relievable(state, n):
+                        yield Step("act", (n, "relieve", id))
             case "restart" if not named:
                 died = [n for n in state.dead if n >= WORKER and self.tables.address(n).name == name]
                 yield from (Step("start", (n + 1,)) for n in died[-1:])
@@ -189,6 +194,13 @@ class Walk:
                 yield Step("restart_coordinator", ())
             case "api" if API in dict(state.actors):
                 yield Step("kill", (API,))
+
+    def _relievable(self, state: State, incarnation: int) -> list[RequestId]:
+        """Streams that this worker writes, and may ask to be relieved of."""
+        core = self.tables.locals[dict(state.actors)[incarnation]].actor.core
+        if core.peers.coordinator is None:
+            return []
+        return [id for id, request in core.requests.items() if request.decoding and not request.moves]
 
     def _check_owners(self, state: State) -> None:
         """One worker writes the stream of a submission. Who is to take it over from another is not it yet."""

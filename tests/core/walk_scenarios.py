@@ -180,6 +180,43 @@ SCENARIOS = [
     Scenario(
         "both leave", setting(CROSSED), STAY, {"leave any-0": 1, "leave any-1": 1}, most=2, prompt=PROMPT, floor=1_000
     ),
+    Scenario("flow", setting(CROSSED), STAY, {"relieve any-0": 1, "cancel": 1}, most=2, prompt=PROMPT, floor=4_900),
+    Scenario(
+        "flow there and back",
+        setting(CROSSED),
+        STAY,
+        {"relieve any-0": 2, "relieve any-1": 1},
+        most=3,
+        prompt=PROMPT,
+        floor=430,
+    ),
+    Scenario(
+        "flow, ahead, data apart",
+        setting(CROSSED, kind="zmq", plans_ahead=1),
+        STAY,
+        {"relieve any-0": 1, "cancel": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=2_300,
+    ),
+    Scenario(
+        "flow, leaves",
+        setting(CROSSED),
+        STAY,
+        {"relieve any-0": 1, "leave any-0": 1, "leave any-1": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=2_850,
+    ),
+    Scenario(
+        "flow, dies",
+        setting(CROSSED),
+        STAY,
+        {"relieve any-0": 1, "kill any-0": 1, "kill any-1": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=1_300,
+    ),
 ]
 
 LARGE = [
@@ -271,6 +308,24 @@ LARGE = [
     ),
     Scenario(
         "leaves, two", setting(CROSSED), asked("123", "221", tokens=4), {"leave any-0": 1}, prompt=PROMPT, floor=28_000
+    ),
+    Scenario(
+        "flow, lost",
+        setting(CROSSED),
+        STAY,
+        {"relieve any-0": 1, "lose anywhere": 1},
+        most=2,
+        prompt=PROMPT,
+        floor=2_900,
+    ),
+    Scenario(
+        "flow, coordinator",
+        setting(CROSSED),
+        STAY,
+        {"relieve any-0": 1, "coordinator": 1},
+        most=2,
+        prompt=(*PROMPT, DECODER),
+        floor=37_000,
     ),
 ]
 
