@@ -144,8 +144,7 @@ class Sight:
     links: Mapping[Address, Mapping[Address, Link]]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """A route, why it was taken, and what is predicted for it. `others`: the best route of each other prefill worker.
 
     `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there.
@@ -335,19 +334,14 @@ def _hand_over(prefill: View, decode: View, sight: Sight, wanted: Wanted, reason
 
 
 def _best(options: Sequence[Decision], sight: Sight) -> Decision:
-    loads = {view.address: view.sequences for view in sight.views}
-    best = min(
-        options,
-        key=lambda option: (
-            option.breaks,
-            round(option.ttft_s / GRID_S),
-            loads[option.decode],
-            option.decode,
-            option.prefill,
-        ),
-    )
+    ranks = [(option.breaks, round(option.ttft_s / GRID_S)) for option in options]
+    first = min(ranks)
+    equal = [option for option, rank in zip(options, ranks, strict=True) if rank == first]
+    best = equal[0]
+    if len(equal) > 1:
+        loads = {view.address: view.sequences for view in sight.views}
+        best = min(equal, key=lambda option: (loads[option.decode], option.decode, option.prefill))
     reason = best.reason
     if reason == "faster" and all(option.kind == "local" for option in options):
         reason = "colocated"
-    others = tuple(option for option in options if option is not best)
-    return Decision(best.prefill, best.decode, reason, best.ttft_s, best.step_s, best.limit_s, best.fits, others)
+    return best._replace(reason=reason, others=tuple(option for option in options if option is not best))

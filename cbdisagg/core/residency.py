@@ -6,13 +6,14 @@ An estimate: the worker may have evicted a page, or not have computed it yet. Th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from cbdisagg.messages import Hash
 
 STARTS = 1 << 16
 NEWEST = 64
+GENERATIONS = 4
 
 
 class Starts:
@@ -37,25 +38,28 @@ class Starts:
 
 
 class Residency:
-    """At most `limit` page hashes, the least recently routed forgotten first."""
+    """About `limit` page hashes, those that were routed longest ago forgotten first.
+
+    Kept in generations that are forgotten whole: exact recency costs a linked list for each page of each prompt, which
+    was a third of a decision.
+    """
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._hashes: OrderedDict[Hash, None] = OrderedDict()
+        self._room = max(1, limit // GENERATIONS)
+        self._generations: deque[dict[Hash, None]] = deque([{}], maxlen=GENERATIONS)
 
     def add(self, hashes: Sequence[Hash]) -> None:
-        for value in reversed(hashes):  # the start of a prefix is the last to be forgotten
-            self._hashes[value] = None
-            self._hashes.move_to_end(value)
-        while len(self._hashes) > self.limit:
-            self._hashes.popitem(last=False)
+        """A chain from its first page on: so the start of a prefix is never older than what follows it."""
+        if len(self._generations[-1]) >= self._room:
+            self._generations.append({})
+        self._generations[-1].update(dict.fromkeys(hashes))
 
     def has(self, value: Hash) -> bool:
         """Is this page probably there?"""
-        return value in self._hashes
+        return any(value in generation for generation in self._generations)
 
     def count(self, hashes: Sequence[Hash]) -> int:
         """Leading pages of the chain that are probably there. A chain is forgotten from its end, so it has no gaps."""
-        if not hashes or hashes[0] not in self._hashes:
+        if not hashes or not self.has(hashes[0]):
             return 0
-        return bisect_left(range(len(hashes)), True, key=lambda n: hashes[n] not in self._hashes)
+        return bisect_left(range(len(hashes)), True, key=lambda n: not self.has(hashes[n]))

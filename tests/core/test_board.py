@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cbdisagg.core.board import EVERYBODY, FEW, Board, Ranking
 from cbdisagg.core.policy import Link, Sight, View, look
-from cbdisagg.core.residency import NEWEST, STARTS, Residency, Starts
+from cbdisagg.core.residency import GENERATIONS, NEWEST, STARTS, Residency, Starts
 from cbdisagg.messages import Address, Forecast, Hash, Role
 
 
@@ -150,6 +151,19 @@ def test_leading_pages_are_found_by_bisection_as_by_counting(chains: list[list[i
         counted = next((n for n, value in enumerate(hashes) if not residency.has(value)), len(hashes))
         assert residency.count(hashes) == counted
         residency.add(hashes)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 100])
+def test_pages_are_forgotten_oldest_first_and_about_so_many_are_kept(limit: int) -> None:
+    residency, length = Residency(limit), 5
+    chains = [[Hash(bytes([n, page])) for page in range(length)] for n in range(100)]
+    for n, chain in enumerate(chains):
+        residency.add(chain)
+        residency.add(chains[0])  # routed again and again: never the oldest
+        known = [residency.count(other) for other in chains[1 : n + 1]]
+        assert known == sorted(known) and residency.count(chains[0]) == length
+        assert sum(known) + length <= limit + GENERATIONS * 2 * length
+        assert sum(known) >= min(n * length, limit * 3 // 4 - GENERATIONS * length)
 
 
 def test_who_was_sent_a_beginning_is_known_for_the_newest_of_both() -> None:
