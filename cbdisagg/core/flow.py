@@ -26,16 +26,19 @@ class Flow:
         self._quiet_until = float("-inf")
 
     def pick(self, streams: Sequence[Request], pace: Pace, cost: CostModel, now: float) -> Request | None:
-        """After a step: the stream with the most banked slack, if one has to go. It can wait for its move longest."""
+        """After a step: the stream with the most banked slack, if one has to go. It can wait for its move longest.
+
+        One that is late itself stays: while it caught up elsewhere, prompts there would wait.
+        """
         if len(streams) < 2:
             self._short = 0
             return None
-        due = min(pace.deadline(stream) for stream in streams)
-        self._short = self._short + 1 if due - now < cost.sums_s(rows(streams)) else 0
+        soon = now + cost.sums_s(rows(streams))
+        self._short = self._short + 1 if min(pace.deadline(stream) for stream in streams) < soon else 0
         if self._short < HOLD or now < self._quiet_until:
             return None
         self._short, self._quiet_until = 0, now + PAUSE_S
-        able = (stream for stream in streams if _may_go(stream))
+        able = (stream for stream in streams if _may_go(stream) and pace.deadline(stream) > soon)
         return max(able, key=lambda stream: (pace.deadline(stream), -stream.key), default=None)
 
 

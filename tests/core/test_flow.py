@@ -43,6 +43,12 @@ def test_who_is_on_the_way_or_nearly_done_stays(why: str) -> None:
     assert [stream.key for stream in ask(Flow(), streams)] == [3]
 
 
+def test_who_is_late_itself_stays() -> None:
+    """It would hold up the prompts of the worker that takes it, until it has caught up."""
+    streams = [request(key, 10, drawn=20, first_age=age) for key, age in ((1, 0.995), (2, 0.999), (3, 1.2))]
+    assert not ask(Flow(), streams, times=3 * HOLD)
+
+
 def test_with_nobody_to_spare_nobody_goes() -> None:
     streams = late()
     for stream in streams:
