@@ -15,8 +15,8 @@ def ask(flow: Flow, streams: list[Request], now: float = NOW, times: int = HOLD)
 
 
 def late() -> list[Request]:
-    """One that is short of a step, one with 0.5 s banked, and one with 0.2 s."""
-    ages = {1: 0.995, 2: 0.5, 3: 0.8}
+    """One that is short of a step, one with 0.8 s banked, and one with 0.6 s."""
+    ages = {1: 0.995, 2: 0.2, 3: 0.4}
     return [request(key, 10, drawn=20, first_age=age) for key, age in ages.items()]
 
 
