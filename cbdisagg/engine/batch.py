@@ -13,10 +13,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from cbdisagg_kernels.layers import Written
 from cbdisagg_kernels.self_attention import positions_of
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cbdisagg.engine.base import PushLayer
 from cbdisagg.engine.slots import Slots
 from cbdisagg.messages import Slice
 
@@ -68,6 +70,17 @@ def make_batch(slices: Sequence[Slice], slots: Slots, attention: Planner) -> Bat
         draws=draws,
         scores=scores,
     )
+
+
+def pusher(slices: Sequence[Slice], push: PushLayer) -> Written | None:
+    """What is told of each layer that is written: every push of the plan. None: there is none."""
+    pushes = [part.push for part in slices if part.push is not None]
+
+    def written(layer: int) -> None:
+        for each in pushes:
+            push(layer, each)
+
+    return written if pushes else None
 
 
 def _check(part: Slice, slots: Slots) -> None:

@@ -21,19 +21,19 @@ from cbdisagg_kernels.gpu.sample import draw
 from torch import Tensor
 
 from cbdisagg.engine.base import PushLayer
-from cbdisagg.engine.batch import Batch, make_batch
+from cbdisagg.engine.batch import Batch, make_batch, pusher
 from cbdisagg.engine.device import Device, Mark, as_numpy
 from cbdisagg.engine.device_step import DeviceStep, DrawTable, Layout
 from cbdisagg.engine.graphs import Graphs, sizes_up_to
 from cbdisagg.engine.logprobs import logprobs
 from cbdisagg.engine.model import Decoder
+from cbdisagg.engine.prompt_scores import score_prompt
+from cbdisagg.engine.samplers import sampler_for
 from cbdisagg.engine.slots import Held, Slots
-from cbdisagg.messages import Logprobs, Sampled, Slice, StepPlan, StepResult
+from cbdisagg.messages import Logprobs, Sampled, StepPlan, StepResult
 
 RING = 4
 """Blocks of host memory in turn: two steps are under way at most, so a block's copy is long over when it is used."""
-SCORE_ROWS = 64
-"""Prompt rows whose logits exist at once."""
 
 
 @dataclass(slots=True)
@@ -78,6 +78,7 @@ class DeviceRunner:
     ) -> None:
         self.decoder, self.device = decoder, device
         page_size = decoder.pool.shape[4]
+        self.sampler = sampler_for(decoder.ops)
         self.slots = Slots(max_len, page_size, decoder.spec.vocab)
         self.planner = StepPlanner(page_size)
         self.table = DrawTable(most_slots)
@@ -104,13 +105,9 @@ class DeviceRunner:
         """See `Launcher`. Raises ValueError or KeyError for a plan that its slots cannot serve: a planner's bug."""
         started = time.perf_counter()
         self._settle()
-        for slot in plan.release:
-            self.slots.release(slot)
+        self.slots.apply(plan)
         for admit in plan.admit:
-            self.slots.admit(admit)
             self.table.admit(admit.slot, admit.sampling)
-        for slot, pages in plan.grow:
-            self.slots.grow(slot, pages)
         if not plan.slices:
             return lambda: StepResult(plan.number, (), time.perf_counter() - started)
         with self.device.queueing():
@@ -139,18 +136,15 @@ class DeviceRunner:
             Draw(n, slices[n].slot, self.slots[slices[n].slot], self.slots[slices[n].slot].length) for n in batch.draws
         ]
         watched = [row for row, each in enumerate(draws) if _needs_host(each)]
-        pushes = [part.push for part in slices if part.push is not None]
+        written = pusher(slices, push)
         landing = self.landings[self.launches % RING]
         scores: dict[int, tuple[Logprobs, ...]] = {}
-        if pushes or watched or batch.scores or not self._replays(batch, draws, landing):
-
-            def written(layer: int) -> None:
-                for each in pushes:
-                    push(layer, each)
-
+        if written or watched or batch.scores or not self._replays(batch, draws, landing):
             step = self._eager(batch, draws)
-            hidden = self._forward(step, batch, written if pushes else None)
-            scores = {n: self._score(slices[n], hidden[first : first + count]) for n, first, count in batch.scores}
+            hidden = self._forward(step, batch, written)
+            for n, first, count in batch.scores:
+                rows = hidden[first : first + count]
+                scores[n] = score_prompt(self.decoder, self.sampler, self.slots, slices[n], rows)
             if draws:
                 logits = self.decoder.logits(hidden[: len(draws)])
                 self._land(self._drawn(logits, step), landing)
@@ -233,16 +227,6 @@ class DeviceRunner:
         for each in draws:
             assert each.token is not None
             self.slots.append(each.slot, each.token)
-
-    def _score(self, part: Slice, hidden: Tensor) -> tuple[Logprobs, ...]:
-        """Log probabilities of the tokens after the slice's first `len(hidden)` ones."""
-        alternatives = max(0, self.slots[part.slot].sampling.prompt_logprobs)
-        targets = self.slots.ids[part.slot, part.start + 1 :]
-        scores: list[Logprobs] = []
-        for first in range(0, len(hidden), SCORE_ROWS):
-            for row in self.decoder.logits(hidden[first : first + SCORE_ROWS]).cpu().numpy():
-                scores.append(logprobs(row, int(targets[len(scores)]), alternatives))
-        return tuple(scores)
 
     # --------------------------------------------------------------------------------------------------- finish
 

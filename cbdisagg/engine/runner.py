@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from cbdisagg.engine.base import PushLayer
-from cbdisagg.engine.batch import Batch, make_batch
+from cbdisagg.engine.batch import Batch, make_batch, pusher
 from cbdisagg.engine.model import Decoder
+from cbdisagg.engine.prompt_scores import score_prompt
 from cbdisagg.engine.samplers import sampler_for
 from cbdisagg.engine.slots import Held, Slots
 from cbdisagg.messages import Logprobs, Sampled, Slice, StepPlan, StepResult
 
-SCORE_ROWS = 64
-"""Prompt rows whose logits exist at once: 64 rows of 49,152 float32 logits are 12 MB."""
 NOTHING = Sampled(())
 
 
@@ -40,27 +39,16 @@ class TorchRunner:
     def run(self, plan: StepPlan, push: PushLayer) -> StepResult:
         """See `Runner`. Raises ValueError or KeyError for a plan that its slots cannot serve: a bug of the planner."""
         started = time.perf_counter()
-        for slot in plan.release:
-            self.slots.release(slot)
-        for admit in plan.admit:
-            self.slots.admit(admit)
-        for slot, pages in plan.grow:
-            self.slots.grow(slot, pages)
+        self.slots.apply(plan)
         sampled = self._compute(plan.slices, push) if plan.slices else ()
         return StepResult(plan.number, sampled, time.perf_counter() - started)
 
     def _compute(self, slices: Sequence[Slice], push: PushLayer) -> tuple[Sampled, ...]:
         batch = make_batch(slices, self.slots, self.decoder.attention)
-        pushes = [part.push for part in slices if part.push is not None]
-
-        def written(layer: int) -> None:
-            for each in pushes:
-                push(layer, each)
-
-        hidden = self.decoder.forward(batch, written if pushes else None)
+        hidden = self.decoder.forward(batch, pusher(slices, push))
         results = dict.fromkeys(range(len(slices)), NOTHING)
         for n, first, count in batch.scores:
-            scores = self._score(slices[n], hidden[first : first + count])
+            scores = score_prompt(self.decoder, self.sampler, self.slots, slices[n], hidden[first : first + count])
             results[n] = Sampled((), prompt_logprobs=scores)
         for n, drawn in self._draw(batch, slices, hidden):
             results[n] = Sampled(drawn.ids, drawn.logprobs, results[n].prompt_logprobs)
@@ -91,14 +79,3 @@ class TorchRunner:
             logits[rows], [tokens[row] for row in rows], [held[row].sampling.logprobs for row in rows]
         )
         return {row: (score,) for row, score in zip(rows, scores, strict=True)}
-
-    def _score(self, part: Slice, hidden: Tensor) -> tuple[Logprobs, ...]:
-        """Log probabilities of the tokens after the slice's first `len(hidden)` ones."""
-        alternatives = max(0, self.slots[part.slot].sampling.prompt_logprobs)
-        targets = self.slots.ids[part.slot, part.start + 1 :]
-        scores: list[Logprobs] = []
-        for first in range(0, len(hidden), SCORE_ROWS):
-            logits = self.decoder.logits(hidden[first : first + SCORE_ROWS])
-            tokens = targets[first : first + len(logits)].tolist()
-            scores += self.sampler.score(logits, tokens, [alternatives] * len(logits))
-        return tuple(scores)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbdisagg.engine.sampler import Drawer
-from cbdisagg.messages import Admit, Sampling
+from cbdisagg.messages import Admit, Sampling, StepPlan
 
 
 @dataclass(slots=True)
@@ -39,6 +39,15 @@ class Slots:
 
     def __getitem__(self, slot: int) -> Held:
         return self.held[slot]
+
+    def apply(self, plan: StepPlan) -> None:
+        """What the plan changes, before its slices are computed. Raises KeyError or ValueError as its parts do."""
+        for slot in plan.release:
+            self.release(slot)
+        for admit in plan.admit:
+            self.admit(admit)
+        for slot, pages in plan.grow:
+            self.grow(slot, pages)
 
     def admit(self, admit: Admit) -> None:
         """Raises ValueError if the slot is taken."""
