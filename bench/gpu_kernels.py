@@ -1,18 +1,28 @@
-"""The Triton kernels on this device against references in float64: the largest error of each, and what it may be."""
+"""The Triton kernels on this device against references in float64: the largest error of each, and what it may be.
+
+Attention is compiled anew for each shape and dtype, which takes seconds, so some processes share these: usage of each:
+python -m cbdisagg_bench.gpu_kernels DEVICE SHARE. Rows are JSON lines on its stdout.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import product
 from typing import cast
 
 import numpy as np
 import torch
-from cbdisagg_bench.gpu_rows import Row, Setting, at_most
+from cbdisagg_bench.gpu_rows import Row, Setting, at_most, setting
 from cbdisagg_kernels.gpu.activation import silu_mul
 from cbdisagg_kernels.gpu.attention import TritonSelfAttention
 from cbdisagg_kernels.gpu.norm import rms_norm
 from cbdisagg_kernels.gpu.pages import copy_pages
 from cbdisagg_kernels.gpu.sample import Draws, argmax, draw
+from cbdisagg_kernels.gpu.shapes import Heads
 from cbdisagg_kernels.self_attention import Rotation, Shape
 from torch import Tensor
 
@@ -23,32 +33,53 @@ from cbdisagg.messages import Sampling
 PART = "kernels"
 ERRORS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of values about 1: a few roundings to the dtype."""
-SHAPES = ((32, 8, 128, 16), (40, 40, 128, 16), (9, 3, 64, 16), (4, 2, 256, 8), (6, 2, 80, 64))
-"""Heads, KV heads, head_dim, page size."""
+SHAPES = (
+    Heads(32, 8, 128, 16),
+    Heads(40, 40, 128, 16),
+    Heads(9, 3, 64, 16),
+    Heads(4, 2, 256, 8),
+    Heads(6, 2, 80, 64),
+    Heads(32, 8, 128, 16, window=1000),
+    Heads(64, 8, 64, 64, window=128),
+    Heads(8, 8, 96, 32, window=33),
+    Heads(4, 1, 256, 16, window=512),
+    Heads(32, 1, 192, 32),
+)
+TINY_SHAPES = (Heads(4, 2, 256, 8), Heads(4, 2, 64, 32, window=9))
+SHARES = 6
 
 
 def run(setting: Setting) -> Iterator[Row]:
+    command = [sys.executable, "-m", "cbdisagg_bench.gpu_kernels", setting.name]
+    sharers = [
+        subprocess.Popen([*command, str(share)], stdout=subprocess.PIPE, text=True)
+        for share in range(setting.size(SHARES, 1))
+    ]
     with setting.device.queueing():
-        yield from _attention(setting)
         yield from _small(setting)
         yield from _draws(setting)
+    for sharer in sharers:
+        text, _ = sharer.communicate()
+        yield from (Row(**json.loads(line)) for line in text.splitlines())
+        if sharer.returncode:
+            raise RuntimeError(f"a process of its shapes ended with status {sharer.returncode}")
 
 
-def _attention(setting: Setting) -> Iterator[Row]:
-    shapes = SHAPES[3:4] if setting.tiny else SHAPES
-    dtypes = (torch.float32,) if setting.tiny else tuple(ERRORS)
-    for heads, kv_heads, head_dim, page in shapes:
-        for dtype in dtypes:
-            error = _attention_error(setting, heads, kv_heads, head_dim, page, dtype)
-            what = f"attention {heads}/{kv_heads} x {head_dim}, page {page}, {str(dtype)[6:]}"
-            yield at_most(PART, what, error, "abs", ERRORS[dtype])
+def attention(setting: Setting, share: int) -> Iterator[Row]:
+    """One share of the shapes and dtypes."""
+    cases = list(product(TINY_SHAPES, (torch.float32,)) if setting.tiny else product(SHAPES, ERRORS))
+    for heads, dtype in cases[share :: setting.size(SHARES, 1)]:
+        what = f"attention {heads.heads}/{heads.kv_heads} x {heads.head_dim}, page {heads.page_size}"
+        what += f", window {heads.window}" if heads.window else ""
+        with setting.device.queueing():
+            error = _attention_error(setting, heads, dtype)
+        yield at_most(PART, f"{what}, {str(dtype)[6:]}", error, "abs", ERRORS[dtype])
 
 
-def _attention_error(
-    setting: Setting, heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype
-) -> float:
+def _attention_error(setting: Setting, shape: Heads, dtype: torch.dtype) -> float:
     """Of a step of sequences of all lengths about a page, long ones, and ragged chunks with a past."""
     device, random = setting.torch_device, np.random.default_rng(0)
+    heads, kv_heads, head_dim, page = shape.heads, shape.kv_heads, shape.head_dim, shape.page_size
     singles = sorted({0, page - 2, page - 1, page, 3 * page} | ({1000, 4095} if not setting.tiny else set()))
     chunks = [(3, 2)] if setting.tiny else [(page - 1, 0), (page + 1, page), (300, 777), (1024, 0)]
     parts = [(1, start) for start in singles] + chunks
@@ -62,10 +93,10 @@ def _attention_error(
     layer = torch.randn(sum(counts) + 5, 2, kv_heads, page, head_dim, device=device).to(dtype)
     qkv = torch.randn(int(firsts[-1]), heads + 2 * kv_heads, head_dim, device=device).to(dtype)
     rotation = Rotation(torch.rand(head_dim // 2), 1.0, 8192)
-    attention = TritonSelfAttention(Shape(heads, kv_heads, head_dim, page, dtype, rotation), device)
-    plan = attention.plan(segments, pages)
-    attention.write(qkv, layer, plan)
-    attended = attention.attend(qkv, layer, plan).view(len(qkv), heads, head_dim)
+    by_triton = TritonSelfAttention(Shape(heads, kv_heads, head_dim, page, dtype, rotation), device, shape.window)
+    plan = by_triton.plan(segments, pages)
+    by_triton.write(qkv, layer, plan)
+    attended = by_triton.attend(qkv, layer, plan).view(len(qkv), heads, head_dim)
     worst = 0.0
     for (rows, start), first, table in zip(parts, firsts.tolist(), pages, strict=False):
         places = torch.arange(start + rows, device=device)
@@ -73,8 +104,9 @@ def _attention_error(
         keys, values = layer[where, :, :, places % page].double().unbind(1)  # [keys, kv_heads, head_dim]
         query = qkv[first : first + rows, :heads].double().view(rows, kv_heads, -1, head_dim)
         scores = torch.einsum("rkgd,tkd->kgrt", query, keys) * head_dim**-0.5
-        ahead = places[None, :] > start + torch.arange(rows, device=device)[:, None]
-        weights = scores.masked_fill_(ahead, -torch.inf).softmax(-1)
+        since = start + torch.arange(rows, device=device)[:, None] - places[None, :]
+        unseen = (since < 0) | (since >= shape.window) if shape.window else since < 0
+        weights = scores.masked_fill_(unseen, -torch.inf).softmax(-1)
         exact = torch.einsum("kgrt,tkd->rkgd", weights, values).reshape(rows, heads, head_dim)
         worst = max(worst, float((attended[first : first + rows].double() - exact).abs().max()))
     return worst
@@ -126,3 +158,8 @@ def _draws(setting: Setting) -> Iterator[Row]:
     yield at_most(PART, f"draws that differ from the host's, of {rows}", differing, "tokens", 0.01 * rows)
     best = cast(Tensor, argmax(logits)).cpu().numpy()
     yield at_most(PART, "argmax, wrong", float((best != on_host.argmax(1)).sum()), "rows", 0)
+
+
+if __name__ == "__main__":
+    for row in attention(setting(sys.argv[1]), int(sys.argv[2])):
+        print(json.dumps(asdict(row)), flush=True)

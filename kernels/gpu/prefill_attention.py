@@ -135,7 +135,7 @@ def attend_tile(
                 query, layer, table, table_stride, block, positions, length, head // GROUP, scale, best, total, summed,
                 KV_HEADS, HEAD_DIM, PAGE, WINDOW, DIM, KEYS, PRECISION, True,
             )  # fmt: skip
-        attended = summed / total[:, None]
+        attended = summed / tl.where(total > 0, total, 1.0)[:, None]  # a row behind the tile's end may see no key
         target = out + (row + rows).to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
         tl.store(target, attended.to(out.dtype.element_ty), mask=wanted)
 
