@@ -87,8 +87,9 @@ def write_folder(folder: Path, shape: Llama) -> Path:
     config = shape.config()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
+    spec = spec_of(config)
     with torch.device("meta"):
-        tensors = random_tensors(spec_of(config), shape.inner)
+        tensors = random_tensors(spec, shape.inner)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     drawn = {
         name: Drawn(tuple(tensor.shape), spread=SPREAD) if tensor.dim() > 1 else Drawn(tuple(tensor.shape), mean=1.0)

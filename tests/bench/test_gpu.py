@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from cbdisagg_bench import gpu
+from cbdisagg_bench.gpu_models import KV_OF_8B, TINY, write_folder
 from cbdisagg_bench.gpu_part import PARTS
 from cbdisagg_bench.gpu_rows import Row, at_least, at_most
 from rich.console import Console
+
+from cbdisagg.engine.families import weights_of
+from cbdisagg.engine.specs import read_spec
+from cbdisagg.engine.weights import load
 
 
 def test_limits_are_for_all_parts_and_keep_to_five_minutes() -> None:
@@ -73,6 +79,19 @@ def test_one_bad_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: pyte
     assert [part["trouble"] for part in report["parts"]] == ["", "not done after 30 s"]
     text = (tmp_path / "out" / "table.txt").read_text()
     assert "attention" in text and "copy of memory" in text and "not done after 30 s" in text
+
+
+def test_services_load_a_model_that_takes_no_room(tmp_path: Path) -> None:
+    """Its weights come to be where it runs: also those of 2.7 GB."""
+    write_folder(tmp_path, KV_OF_8B)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 5 << 20
+    spec = read_spec(tmp_path)
+    weights = weights_of(spec, load(tmp_path, torch.device("meta")))
+    assert weights.embed.shape == (32_000, 2048) and weights.embed is not weights.head.parts[0]
+    assert {product.weight(torch.bfloat16).device.type for product in weights.products()} == {"meta"}
+    write_folder(tmp_path, TINY)
+    drawn = load(tmp_path)
+    assert drawn["model.norm.weight"].eq(1).all() and drawn["lm_head.weight"].std() > 0.03
 
 
 def test_a_missed_aim_is_shown() -> None:
