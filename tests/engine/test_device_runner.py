@@ -168,7 +168,7 @@ def test_a_layer_is_pushed_when_it_is_queued(llama: Any) -> None:
     assert len(wait().sampled[0].ids) == 1
 
 
-@pytest.mark.parametrize("most_rows", [1, 20, 200])
+@pytest.mark.parametrize("most_rows", [1, 20, 120])
 def test_warming_up_leaves_nothing_behind(
     llama: Any, drive: Callable[..., Any], make_sequence: Any, most_rows: int
 ) -> None:
