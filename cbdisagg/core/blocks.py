@@ -22,11 +22,15 @@ class OutOfPages(Exception):
 
 
 class Pages:
-    """`total` pages numbered from 0. Low numbers are handed out first, so that neighbours form runs."""
+    """`total` pages numbered from 0. Low numbers are handed out first, so that neighbours form runs.
+
+    Pages that nobody has ever had are a number, not a list: a pool in a GPU's memory has tens of thousands.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.free: list[Page] = cast(list[Page], list(range(total)))  # a heap: a sorted list is one
+        self._fresh = 0  # pages from here on have never been taken
+        self._back: list[Page] = []  # a heap of free pages that have, all below
         self.readers: dict[Page, int] = {}
         self.writers: dict[Page, AttemptId] = {}
         self.cached: OrderedDict[Page, None] = OrderedDict()  # oldest first: the order of eviction
@@ -34,17 +38,25 @@ class Pages:
         self.by_hash: dict[Hash, Page] = {}
         self.hash_of: dict[Page, Hash] = {}
 
+    @property
+    def free(self) -> list[Page]:
+        """In the order in which they will be handed out."""
+        return [*sorted(self._back), *_pages(self._fresh, self.total)]
+
+    def count_free(self) -> int:
+        return len(self._back) + self.total - self._fresh
+
     def available(self) -> int:
         """Pages that a reservation can take now, evicting cached ones if need be."""
-        return len(self.free) + len(self.cached)
+        return self.count_free() + len(self.cached)
 
     def reserve(self, count: int, writer: AttemptId | None = None) -> list[Page]:
         """Take `count` pages for one new reader, to be filled here or, with a `writer`, by a remote attempt."""
         if count > self.available():
             raise OutOfPages(f"{count} pages wanted, {self.available()} of {self.total} available")
-        while len(self.free) < count:
+        while self.count_free() < count:
             self._evict()
-        taken = [heappop(self.free) for _ in range(count)]
+        taken = self._take(count)
         for page in taken:
             self.readers[page] = 1
             if writer is not None:
@@ -79,7 +91,7 @@ class Pages:
             elif page in self.hash_of:
                 self.cached[page] = None
             else:
-                heappush(self.free, page)
+                heappush(self._back, page)
 
     def publish(self, page: Page, value: Hash) -> None:
         """A held page is full and its content is final: others may share it. A second copy stays private."""
@@ -95,9 +107,19 @@ class Pages:
             del self.writers[page]
             if page in self.quarantined:
                 self.quarantined.remove(page)
-                heappush(self.free, page)
+                heappush(self._back, page)
+
+    def _take(self, count: int) -> list[Page]:
+        """The lowest free ones; there are so many."""
+        taken = [heappop(self._back) for _ in range(min(count, len(self._back)))]
+        start, self._fresh = self._fresh, self._fresh + count - len(taken)
+        return [*taken, *_pages(start, self._fresh)]
 
     def _evict(self) -> None:
         page, _ = self.cached.popitem(last=False)
         del self.by_hash[self.hash_of.pop(page)]
-        heappush(self.free, page)
+        heappush(self._back, page)
+
+
+def _pages(start: int, end: int) -> Iterable[Page]:
+    return cast(Iterable[Page], range(start, end))

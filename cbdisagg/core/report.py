@@ -95,7 +95,7 @@ class Reporter:
             reserved=core.handoffs.waiting(),
             queued_tokens=queued,
             pages_total=core.pages.total,
-            pages_free=len(core.pages.free),
+            pages_free=core.pages.count_free(),
             pages_cached=len(core.pages.cached),
             counters=Counters(
                 steps=self.steps,

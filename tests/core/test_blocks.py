@@ -118,7 +118,10 @@ class PagesMachine(RuleBasedStateMachine):
             with pytest.raises(OutOfPages, match=f"{count} pages wanted"):
                 self.pages.reserve(count, writer)
             return
+        free = self.pages.free
+        assert len(free) == self.pages.count_free()
         taken = self.pages.reserve(count, writer)
+        assert count > len(free) or taken == free[:count] == sorted(taken), "not the lowest that are free"
         assert not {page for pages in self.held for page in pages} & set(taken), "a held page is given again"
         assert not set().union(*self.attempts.values()) & set(taken), "a page is given while it is written"
         self.held.append(taken)
