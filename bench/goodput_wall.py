@@ -29,6 +29,7 @@ from rich.table import Table
 
 from cbdisagg.config import Config, Targets, Workers
 from cbdisagg.load import print_config
+from cbdisagg.sim import workload
 from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.variants import changed
 
@@ -128,13 +129,14 @@ async def measure(
     found = [WallCell(load, {name: [] for name in configs}, {name: [] for name in configs}) for load in wanted]
     async with _services(configs, port) as urls:
         for url in urls.values():
-            await _ask(url, Load(1e3, 64, 8, 0, 0), WARM_UP, seed, progress)
+            await _ask(url, drawn(Load(1e3, 64, 8, 0, 0), WARM_UP, seed), Aims(), seed, progress)
         for turn in range(rounds):
             for number, load in enumerate(wanted):
+                asks, aims = drawn(load, requests, seed), Aims(load.ttft_ms, load.tpot_ms)
                 for system, url in urls.items():
                     place = (turn * len(wanted) + number) * len(urls)
-                    met, ttft_ms = await _ask(url, load, requests, seed + 1 + place, progress)
-                    found[number].good[system].append(met)
+                    met, ttft_ms = await _ask(url, asks, aims, seed + 1 + place, progress)
+                    found[number].good[system].append(load.rate * met)
                     found[number].ttft_ms[system].append(ttft_ms)
                     ended()
     return found
@@ -155,21 +157,25 @@ async def _services(configs: dict[str, Config], port: int) -> AsyncIterator[dict
         yield urls
 
 
-async def _ask(url: str, load: Load, count: int, seed: int, progress: Progress) -> tuple[float, float]:
-    """Requests per second that met both targets, of those sent, at the rate at which they came; and the median
-    of their TTFT in milliseconds.
-
-    Lengths and arrivals are the same for all systems and rounds; ids never repeat, so no cache answers.
-    """
+def drawn(load: Load, count: int, seed: int) -> list[workload.Ask]:
+    """Lengths and arrivals, the same for all systems and rounds."""
     lengths = (
         Lengths(load.prompts, "exponential", 4 * load.prompts),
         Lengths(load.outputs, "exponential", 4 * load.outputs),
     )
-    asks = fill(make_workload(count, load.rate, *lengths, 0), VOCAB, seed)
-    answers, seconds = await run(url, NAME, asks, count, progress)
-    met = goodput(answers, Aims(load.ttft_ms, load.tpot_ms)) or 0
+    return make_workload(count, load.rate, *lengths, seed)
+
+
+async def _ask(
+    url: str, asks: Sequence[workload.Ask], aims: Aims, seed: int, progress: Progress
+) -> tuple[float, float]:
+    """The part of the requests that met both targets, and the median of their TTFT in milliseconds.
+
+    `seed`: of the prompts' ids, which never repeat, so that no cache answers.
+    """
+    answers, seconds = await run(url, NAME, fill(asks, VOCAB, seed), len(asks), progress)
     (ttft_ms, *_) = summarise(answers, seconds).ttft_ms or [math.inf]
-    return load.rate * met / count, ttft_ms
+    return (goodput(answers, aims) or 0) / len(asks), ttft_ms
 
 
 def table(found: Sequence[WallCell], rounds: int) -> Table:
