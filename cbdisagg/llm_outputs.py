@@ -114,7 +114,7 @@ class Request:
             self._prompt_logprobs,
             [sequence.output() for sequence in self.sequences],
             all(sequence.finish_reason is not None for sequence in self.sequences),
-            next((s.cached_tokens for s in self.sequences if s.cached_tokens is not None), None),
+            next((s.stream.cached_tokens for s in self.sequences if s.stream.cached_tokens is not None), None),
         )
 
     def _of_prompt(self, entries: Sequence[Logprobs | None]) -> list[TokenLogprobs | None]:
@@ -130,7 +130,6 @@ class GeneratedSequence:
     ) -> None:
         self.index, self.stream = index, stream
         self.finish_reason: FinishReason | None = None
-        self.cached_tokens: int | None = None
         self._stop_reason: str | int | None = None
         self._tokenizer = tokenizer
         self._ids: list[int] = []
@@ -150,8 +149,6 @@ class GeneratedSequence:
 
     def take(self, update: Update) -> None:
         """Raises StreamFailed when the worker could not go on."""
-        if update.finish is not None:
-            self.cached_tokens = update.finish.cached_tokens
         for position, id in enumerate(update.ids):
             self._ids.append(id)
             self._text += self._detokenizer.feed(id)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias, cast
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -189,7 +189,6 @@ class Finish(Struct, frozen=True, array_like=True):
 
     reason: Literal["stop", "length", "error"]
     message: str = ""
-    cached_tokens: int = 0
     preemptions: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -199,7 +198,9 @@ class Finish(Struct, frozen=True, array_like=True):
 class TokenRun(Struct, frozen=True, array_like=True):
     """New tokens of one stream. `index` is the position of the first among the request's output tokens.
 
-    `prompt_logprobs` has one entry per prompt token (the first is None); it comes once, with the first token.
+    `prompt_logprobs` has one entry per prompt token (the first is None); it comes once, with the first token. So does
+    `cached_tokens`, how many tokens of the prompt need not be computed: a later submission, which finds in caches what
+    this one has left there, does not change what is told of the request.
     """
 
     id: RequestId
@@ -209,6 +210,7 @@ class TokenRun(Struct, frozen=True, array_like=True):
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs | None, ...] = ()
     finish: Finish | None = None
+    cached_tokens: int | None = None
 
 
 class Tokens(Struct, frozen=True, tag=True):

@@ -162,8 +162,9 @@ class Given:
 
 async def test_an_output_has_text_ids_and_scores(tokenizer: Tokenizer) -> None:
     g = Given(tokenizer, logprobs=2, prompt_logprobs=0)
-    g.give("c", logprobs=(Logprobs(-1.0, (3, 2), (-0.5, -1.0)),), prompt_logprobs=(None, Logprobs(-3.0)))
-    g.give(".", finish=Finish("stop", cached_tokens=1), logprobs=(Logprobs(-2.0, (3, 4), (-0.1, -0.2)),))
+    scores = (None, Logprobs(-3.0))
+    g.give("c", logprobs=(Logprobs(-1.0, (3, 2), (-0.5, -1.0)),), prompt_logprobs=scores, cached_tokens=1)
+    g.give(".", finish=Finish("stop"), logprobs=(Logprobs(-2.0, (3, 4), (-0.1, -0.2)),))
     await g.follow()
     output = g.request.output()
     [sequence] = output.outputs

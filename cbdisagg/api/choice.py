@@ -69,8 +69,8 @@ class Choice:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that were not computed; None when a stop string ended the sequence before a worker told."""
-        return self.finish.cached_tokens if self.finish else None
+        """Prompt tokens that were not computed; None before the first token."""
+        return self.stream.cached_tokens
 
     @property
     def ended_by(self) -> FinishReason:

@@ -11,10 +11,15 @@ from cbdisagg.messages import Finish, Generate, Logprobs, RequestId, Sampling, S
 
 
 class FakeClient:
-    """Calls `answer` with each new stream; a test may `give` to `streams` later. `cancels` holds what was ended."""
+    """Calls `answer` with each new stream; a test may `give` to `streams` later. `cancels` holds what was ended.
 
-    def __init__(self, answer: Callable[[FakeClient, Stream], None] = lambda client, stream: None) -> None:
-        self.answer = answer
+    `cached_tokens` is what each stream is told of its prompt.
+    """
+
+    def __init__(
+        self, answer: Callable[[FakeClient, Stream], None] = lambda client, stream: None, cached_tokens: int = 0
+    ) -> None:
+        self.answer, self.cached_tokens = answer, cached_tokens
         self.streams: list[Stream] = []
         self.salts: list[str] = []
         self.cancels: list[tuple[int, CancelReason]] = []
@@ -51,8 +56,9 @@ class FakeClient:
         logprobs: Sequence[Logprobs] = (),
         prompt_logprobs: Sequence[Logprobs | None] = (),
     ) -> None:
-        run = TokenRun(stream.id, 0, stream.received, tuple(ids), tuple(logprobs), tuple(prompt_logprobs), finish)
-        stream.take(run)
+        first = stream.received
+        cached = None if first else self.cached_tokens
+        stream.take(TokenRun(stream.id, 0, first, tuple(ids), tuple(logprobs), tuple(prompt_logprobs), finish, cached))
 
     def fail(self, stream: Stream, error: RequestRejected | StreamFailed) -> None:
         stream.fail(error)

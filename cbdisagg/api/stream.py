@@ -20,8 +20,6 @@ CancelReason: TypeAlias = Literal["stop", "disconnect", "error", "stale"]
 Express: TypeAlias = "Callable[[Update], bool]"
 """Takes tokens at once, or says that it cannot now."""
 
-ID_BYTES = 4
-
 
 class RequestRejected(Exception):
     """No token has been computed. `status` is the HTTP status to give, `retry_after_s` 0 if there is no telling."""
@@ -61,8 +59,9 @@ class Stream:
     the reader.
 
     `born`, `began`: when it was asked for, and when its first token came.
-    `output` holds all tokens received, read or not. `worker` has accepted the current submission; `heard` says that an
-    answer to it has come, `parked` that it waits to be submitted; `deaths` counts workers lost since the last token.
+    `output` holds all tokens received, read or not; `cached_tokens` of the prompt were not computed for the first of
+    them, None before it comes. `worker` has accepted the current submission; `heard` says that an answer to it has
+    come, `parked` that it waits to be submitted; `deaths` counts workers lost since the last token.
     `lost_at`: since when nobody is known to go on with it, None while somebody is, or while it is first asked for.
     """
 
@@ -79,6 +78,7 @@ class Stream:
         self.lost_at: float | None = None
         self.output = array("i")
         self.has_prompt_logprobs = False
+        self.cached_tokens: int | None = None
         self.ended = False
         self.express: Express | None = None
         self._cancel = cancel
@@ -193,19 +193,19 @@ class Stream:
             if self.has_prompt_logprobs:
                 run = replace(run, prompt_logprobs=())
             self.has_prompt_logprobs = True
+        if run.cached_tokens is not None and self.cached_tokens is None:
+            self.cached_tokens = run.cached_tokens
         if run.finish is not None:
             run = self._ended_by(run, run.finish)
         if run.ids or run.prompt_logprobs or run.finish is not None:
             self._unread.append(run)
 
     def _ended_by(self, run: TokenRun, finish: Finish) -> TokenRun:
-        """After a resubmission, earlier output may be in a prefix cache too: what counts as cached is of the prompt."""
         self.ended = True
         if finish.reason == "error":
             self._error = StreamFailed(finish.message or "the worker could not go on")
             return replace(run, finish=None)
-        cached = min(finish.cached_tokens, len(self.request.prompt) // ID_BYTES)
-        return replace(run, finish=replace(finish, cached_tokens=cached))
+        return run
 
     def _wake(self) -> None:
         if self._waiter is None or self._waiter.done():

@@ -32,7 +32,8 @@ class Streams:
         request.wants_scores = False
         finish = _finish(request, reason, now) if reason is not None else None
         ids, logprobs = sampled.ids[:kept], sampled.logprobs[:kept]
-        run = TokenRun(request.spec.id, request.spec.submission, index, ids, logprobs, prompt_logprobs, finish)
+        cached = request.cached_tokens if index == 0 else None
+        run = TokenRun(request.spec.id, request.spec.submission, index, ids, logprobs, prompt_logprobs, finish, cached)
         self._runs.setdefault(request.spec.id.api, {})[request.spec.id] = run
         return reason is not None
 
@@ -59,7 +60,6 @@ def _finish(request: Request, reason: Literal["stop", "length"], now: float) -> 
     first = now if request.first_token is None else request.first_token
     return Finish(
         reason,
-        cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
         queue_s=request.queue_s,
         prefill_s=request.prefill_s,

@@ -203,10 +203,12 @@ class Clients:
                 record.first = now
             record.last = now
             record.tokens += len(run.ids)
+        if run.cached_tokens is not None:
+            record.cached_tokens = run.cached_tokens
         if run.finish is not None:
             finish = run.finish
             record.queue_s, record.prefill_s = finish.queue_s, finish.prefill_s
-            record.cached_tokens, record.preemptions = finish.cached_tokens, finish.preemptions
+            record.preemptions = finish.preemptions
             self._end(stream, "done" if finish.reason != "error" else "failed", finish.message)
 
     def _end(self, stream: _Stream, status: Status, message: str) -> None:

@@ -142,12 +142,12 @@ async def test_a_reader_that_lags_gets_what_has_come_at_once() -> None:
     h = Harness(D1)
     stream = h.submit(accepted_by=D1)
     h.run(stream, 0, 10, prompt_logprobs=(None, Logprobs(-1.0), Logprobs(-2.0)), logprobs=(Logprobs(-3.0),))
-    h.run(stream, 1, 11, 12, logprobs=(Logprobs(-4.0), Logprobs(-5.0)), finish=Finish("stop", cached_tokens=2))
+    h.run(stream, 1, 11, 12, logprobs=(Logprobs(-4.0), Logprobs(-5.0)), finish=Finish("stop"))
     [update] = await read(stream)
     assert update.ids == (10, 11, 12)
     assert [entry.logprob for entry in update.logprobs] == [-3.0, -4.0, -5.0]
     assert update.prompt_logprobs == (None, Logprobs(-1.0), Logprobs(-2.0))
-    assert update.finish == Finish("stop", cached_tokens=2)
+    assert update.finish == Finish("stop")
 
 
 async def test_early_runs_wait_and_known_indices_are_dropped() -> None:
@@ -283,7 +283,8 @@ async def test_a_stream_goes_on_when_its_worker_is_gone(news: Members) -> None:
     h = Harness(D1)
     stream = h.submit(accepted_by=D1, prompt_logprobs=0)
     h.clock += 1
-    h.run(stream, 0, 10, 11, logprobs=(), prompt_logprobs=(None, Logprobs(-1.0), Logprobs(-2.0)))
+    scores = (None, Logprobs(-1.0), Logprobs(-2.0))
+    h.run(stream, 0, 10, 11, logprobs=(), prompt_logprobs=scores, cached_tokens=1)
     h.run(stream, 4, 99)  # early, and lost with its submission
     h.clock += 4
     h.client.receive(COORDINATOR, news)
@@ -302,12 +303,24 @@ async def test_a_stream_goes_on_when_its_worker_is_gone(news: Members) -> None:
     assert h.told == []
     h.client.receive(D2, Accepted(stream.id, 1, D2))
     h.run(stream, 2, 12, 13, sender=D2, submission=1)
-    h.run(stream, 4, 14, sender=D2, submission=1, finish=Finish("length", cached_tokens=5))
+    h.run(stream, 4, 14, sender=D2, submission=1, finish=Finish("length"))
     [update] = await read(stream)
     assert update.ids == (10, 11, 12, 13, 14)
-    assert update.prompt_logprobs == (None, Logprobs(-1.0), Logprobs(-2.0))
-    assert update.finish == Finish("length", cached_tokens=len(PROMPT)), "cached output is no cached prompt"
+    assert update.prompt_logprobs == scores
+    assert (update.finish, stream.cached_tokens) == (Finish("length"), 1)
     assert stream.received == 5
+
+
+async def test_what_was_cached_is_told_by_whoever_gives_the_first_token() -> None:
+    """A worker that dies before says nothing of it, and its successor may have more, or less, of the prompt."""
+    h = Harness(D1)
+    stream = h.submit(accepted_by=D1)
+    assert stream.cached_tokens is None
+    h.client.receive(COORDINATOR, members(D2, dead=(("d", 21),)))
+    h.run(stream, 0, 10, sender=D2, submission=1, cached_tokens=2)
+    h.client.receive(COORDINATOR, members(E1, dead=(("d", 21), ("d", 22))))
+    h.run(stream, 0, 10, 11, sender=E1, submission=2, cached_tokens=0)
+    assert (stream.received, stream.cached_tokens) == (2, 2)
 
 
 def test_prompt_logprobs_that_have_not_come_are_asked_for_again_and_given_once() -> None:

@@ -113,8 +113,7 @@ class Answer:
         self.logprobs += update.logprobs
         self.prompt_logprobs += update.prompt_logprobs
         if update.finish is not None:
-            self.reason = update.finish.reason
-            self.cached_tokens, self.preemptions = update.finish.cached_tokens, update.finish.preemptions
+            self.reason, self.preemptions = update.finish.reason, update.finish.preemptions
 
 
 class Wire:
@@ -499,4 +498,5 @@ def read(stream: Stream) -> Answer:
         except StopIteration as got:
             answer.add(got.value)
         except StopAsyncIteration:
+            answer.cached_tokens = stream.cached_tokens or 0
             return answer

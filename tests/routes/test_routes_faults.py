@@ -105,6 +105,19 @@ def test_a_decode_worker_dies_and_its_streams_go_on_elsewhere(
     assert world.resumed_with_output > 0
 
 
+def test_what_a_stream_has_left_in_a_cache_before_its_worker_died_does_not_count_as_cached(
+    model: TinyModel, new_world: NewWorld
+) -> None:
+    """The prefill worker has the pages of the prompt, and goes on with the stream; its client paid for all of them."""
+    world = new_world(model, ["prefill", "decode"])
+    stream = world.submit(make_prompt(6 * PAGE, seed=22), Sampling(max_tokens=COUNT, temperature=0.0))
+    world.run_until(lambda: bool(stream.output))
+    world.kill("decode-0")
+    (answer,) = world.run()
+    assert world.total("prefix_hits") > 0
+    assert (len(answer.ids), answer.cached_tokens) == (COUNT, 0)
+
+
 @pytest.mark.parametrize("kind", ["shm", "zmq"])
 @pytest.mark.parametrize("roles", [["any"], ["prefill", "decode"], ["any", "any"]], ids="-".join)
 @pytest.mark.parametrize("seed", range(4))
