@@ -85,12 +85,16 @@ class Pace:
     def urgency(self, request: Request, cost: CostModel, now: float, each_s: float) -> tuple[int, float, float, int]:
         """A sort key: streams that were interrupted, by age; then least slack; those that will be late anyway last.
 
-        `each_s`: see `slack`.
+        Of these the latest comes first, measured by its own work (highest response ratio next, Brinch Hansen 1971): a
+        short one does not wait for the whole of a long one, and each one's turn comes. `each_s`: see `slack`.
         """
         if request.first_token is not None:
             return (0, 0.0, *request.order)
         slack = self.slack(request, cost, now, each_s)
-        return (1, slack, *request.order) if slack >= 0 else (2, 0.0, *request.order)
+        if slack >= 0:
+            return (1, slack, *request.order)
+        work_s = prefill_s(cost, request.remaining, request.planned, each_s)
+        return (2, slack / work_s, *request.order)
 
     def shares(self, streams: Sequence[Request], prompts: Sequence[Request], cost: CostModel, now: float) -> Shares:
         """For the next step, which starts at `now`. `streams`: those that decode; `prompts`: those that do not yet."""

@@ -86,6 +86,20 @@ def test_the_prompt_with_least_slack_goes_first_and_those_that_will_be_late_last
     assert list(PACE.shares([], [late, easy, tight], COST, NOW).chunks.items()) == [(2, 300), (3, 212)]
 
 
+def test_of_prompts_that_will_be_late_a_short_one_does_not_wait_for_the_whole_of_a_long_one() -> None:
+    """Where a step takes longer than the target allows, whoever comes during one is late when it ends."""
+    long, short = request(1, 5000, age=6.0), request(2, 10, age=2.0)
+    long.computed = long.planned = 512
+    assert list(PACE.shares([], [long, short], COST, NOW).chunks.items()) == [(2, 10), (1, 502)]
+
+
+def test_a_long_prompt_that_has_waited_long_comes_before_short_ones_that_are_late_too() -> None:
+    long, short = request(1, 2000, age=30.0), request(2, 300, age=2.0)
+    assert list(PACE.shares([], [short, long], COST, NOW).chunks.items()) == [(1, 512)]
+    long = request(1, 2000, age=5.0)
+    assert list(PACE.shares([], [short, long], COST, NOW).chunks.items()) == [(2, 300), (1, 212)]
+
+
 def test_a_stream_that_was_interrupted_is_computed_anew_before_any_prompt() -> None:
     tight, broken = request(1, 300, age=0.9), request(2, 280, drawn=20, age=9.0, first_age=8.0)
     broken.computed = broken.planned = 0
