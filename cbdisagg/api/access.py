@@ -25,7 +25,10 @@ CLIENT_CLOSED = 499
 
 @dataclass(slots=True)
 class Access:
-    """One request on its way. Times are seconds on the monotonic clock; `first_token_s` is 0 until there is one."""
+    """One request on its way. Times are seconds on the monotonic clock; `first_token_s` is 0 until there is one.
+
+    `sequences`: those that it generates, as the coordinator's log names them.
+    """
 
     request_id: str
     method: str
@@ -35,6 +38,7 @@ class Access:
     prompt_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float = 0.0
+    sequences: str = "-"
 
     @classmethod
     def of(cls, request: web.Request) -> Access:
@@ -45,7 +49,8 @@ class Access:
     def write(self) -> None:
         first = f"{(self.first_token_s - self.started_s) * 1e3:.1f}" if self.first_token_s else "-"
         log.info(
-            "request_id=%s method=%s path=%s status=%d prompt_tokens=%d output_tokens=%d ttft_ms=%s duration_ms=%.1f",
+            "request_id=%s method=%s path=%s status=%d prompt_tokens=%d output_tokens=%d ttft_ms=%s duration_ms=%.1f"
+            " sequences=%s",
             self.request_id,
             self.method,
             shown(self.path),
@@ -54,6 +59,7 @@ class Access:
             self.output_tokens,
             first,
             (time.monotonic() - self.started_s) * 1e3,
+            self.sequences,
         )
 
 

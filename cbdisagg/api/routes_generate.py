@@ -143,6 +143,8 @@ async def _respond(
     ACCESS.get().prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
     wishes = wishes_of(request, asked, service.config.targets)
     choices = _start(service, asked, wishes, prompts, rooms, logprobs=logprobs, scores=scores)
+    first, last = choices[0].stream.id, choices[-1].stream.id
+    ACCESS.get().sequences = f"{first.api}.{first.n}" + (f"-{last.n}" if last.n > first.n else "")
     if not asked.stream:
         return await respond_whole(form, choices, service.metrics)
     options = asked.stream_options or StreamOptions()

@@ -141,11 +141,15 @@ async def test_one_line_in_the_log_for_each_request(serve, caplog, tokenizer):
     http = await serve(FakeClient(ending))
     await http.stream(PATH, prompt="rain")
     await http.get("/nowhere%0Afake")
+    await http.post(PATH, prompt="rain", n=3)
     lines = [record.getMessage() for record in caplog.records if record.name == "cbdisagg.api.access"]
     prompt = len(tokenizer.encode("rain"))
     counts = f"status=200 prompt_tokens={prompt} output_tokens=3 ttft_ms="
-    assert re.fullmatch(rf"request_id=req-\w+ method=POST path={PATH} {counts}[\d.]+ duration_ms=[\d.]+", lines[0])
-    assert "path=/nowhere\\nfake status=404 prompt_tokens=0" in lines[1]
+    assert re.fullmatch(
+        rf"request_id=req-\w+ method=POST path={PATH} {counts}[\d.]+ duration_ms=[\d.]+ sequences=1.0", lines[0]
+    )
+    assert "path=/nowhere\\nfake status=404 prompt_tokens=0" in lines[1] and lines[1].endswith("sequences=-")
+    assert lines[2].endswith("sequences=1.1-3")
 
 
 async def test_large_headers_are_refused_by_status(serve, caplog):

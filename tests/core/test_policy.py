@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from hypothesis import given
@@ -241,3 +242,33 @@ def test_more_load_never_promises_an_earlier_first_token(
     )
     if after.breaks == before.breaks:
         assert grid(after.ttft_s) >= grid(before.ttft_s)
+
+
+@given(st.lists(states, min_size=1, max_size=6), wishes, st.integers(0, 5), st.integers(1, 4000))
+def test_who_is_refused_is_refused_under_more_load(
+    numbers: list[tuple[int, int, float, int]], wanted: Wanted, which: int, more: int
+) -> None:
+    n = which % len(numbers)
+    streams, queued, step_s, room = numbers[n]
+    loaded = [*numbers[:n], (streams, queued + more, step_s, room), *numbers[n + 1 :]]
+    for knobs in (AGGREGATE, AUTO):
+        before, after = (
+            refusal(route(sight(*fleet(state)), knobs, wanted), wanted, lambda _: 0.5) for state in (numbers, loaded)
+        )
+        assert before is None or after is not None
+
+
+@given(st.integers(0, 5000), st.integers(1, 2000), st.floats(0.05, 5))
+def test_who_comes_again_when_it_was_told_to_is_let_in_and_not_before(queued: int, tokens: int, ttft_s: float) -> None:
+    """The queue has been worked off by then: 1 ms a token."""
+    wanted = Wanted(tokens, 100, ttft_s, 0.05)
+
+    def refused(queue: float) -> tuple[str, float] | None:
+        return refusal(
+            route(sight(worker("w0", queued=max(0, math.floor(queue)))), AUTO, wanted), wanted, lambda _: 0.5
+        )
+
+    found = refused(queued)
+    if found is not None and found[1] * 1000 + 1 <= queued:
+        assert refused(queued - found[1] * 1000 - 1e-6) is None
+        assert refused(queued - found[1] * 900 + 1) is not None
