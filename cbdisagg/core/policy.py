@@ -177,24 +177,28 @@ def route(sight: Sight, knobs: Knobs, wanted: Wanted) -> Decision:
         return _best([_stay(view, sight, wanted, "one-token") for view in prefillers], sight)
     decoders = [view for view in views if view.pin != "prefill"] or views
     good = _packed(decoders, knobs.rho, wanted)
+    fine = {id(view) for view in good}
+    roles = any(view.role != "prefill" for view in good), any(view.role != "prefill" for view in decoders)
     least: list[View] = []
     options: list[Decision] = []
     for view in prefillers:
-        why_not = _why_not_local(view, decoders, good, knobs, wanted)
+        is_fine = id(view) in fine
+        others_decode = roles[0] if is_fine else roles[1]
+        why_not = _why_not_local(view, is_fine, others_decode, good, knobs)
         if not why_not:
             options.append(_stay(view, sight, wanted, "cached" if sight.cached.get(view.address) else "faster"))
             continue
         if view.role == "decode" and view.pin == "any" and len(prefillers) > 1:
             continue  # it prefills what it decodes, and nothing else
-        target = _reached(view, good, sight)
-        if target is None and why_not == "packed":
+        way = _way_to(view, good, sight)
+        if way is None and why_not == "packed":
             options.append(_stay(view, sight, wanted, "overload"))
             continue
-        if target is None:
+        if way is None:
             least = least or _least_loaded(decoders, wanted)
-            target = _reached(view, least, sight)
-        if target is not None:
-            options.append(_hand_over(view, target, sight, wanted, why_not))
+            way = _way_to(view, least, sight)
+        if way is not None:
+            options.append(_hand_over(view, *way, sight, wanted, why_not))
         elif view.pin != "prefill":
             options.append(_stay(view, sight, wanted, "no-way"))
     if not options:  # nobody who prefills reaches anybody who decodes
@@ -266,15 +270,17 @@ def _chances(decision: Decision) -> str:
     return f"{first}steps {decision.step_s * 1e3:.3g} ms{full}"
 
 
-def _why_not_local(view: View, decoders: Sequence[View], good: Sequence[View], knobs: Knobs, wanted: Wanted) -> str:
-    """Empty: what is prefilled here may decode here."""
+def _why_not_local(view: View, is_fine: bool, others_decode: bool, good: Sequence[View], knobs: Knobs) -> str:
+    """Empty: what is prefilled here may decode here. `is_fine`: it is one of the `good` ones; `others_decode`: so may
+    somebody, as well as this one can, whose role it is rather.
+    """
     if view.pin == "prefill":
         return "pinned"
     if not knobs.rho:
         return ""
-    if view.role == "prefill" and any(other.role != "prefill" for other in (good if view in good else decoders)):
+    if view.role == "prefill" and others_decode:
         return "role"
-    if view.step_with(wanted.tokens) > knobs.rho * view.limit_s(wanted.tpot_s) or not view.fits(wanted.tokens):
+    if not is_fine:
         return "packed"
     if good and good[0].pin == "decode" and view.pin != "decode":
         return "drawn"
@@ -298,11 +304,13 @@ def _least_loaded(decoders: Sequence[View], wanted: Wanted) -> list[View]:
     return sorted(able, key=lambda view: (not view.fits(wanted.tokens), view.step_with(wanted.tokens), view.address))
 
 
-def _reached(prefill: View, decoders: Sequence[View], sight: Sight) -> View | None:
-    """The first of these that it can push to."""
+def _way_to(prefill: View, decoders: Sequence[View], sight: Sight) -> tuple[View, Link] | None:
+    """The first of these that it can push to, and the way there."""
     for view in decoders:
-        if prefill.address in sight.links.get(view.address, ()):
-            return view
+        links = sight.links.get(view.address)
+        link = links.get(prefill.address) if links is not None else None
+        if link is not None:
+            return view, link
     return None
 
 
@@ -318,7 +326,7 @@ def _stay(view: View, sight: Sight, wanted: Wanted, reason: str) -> Decision:
     )
 
 
-def _hand_over(prefill: View, decode: View, sight: Sight, wanted: Wanted, reason: str) -> Decision:
+def _hand_over(prefill: View, decode: View, link: Link, sight: Sight, wanted: Wanted, reason: str) -> Decision:
     """What the decode worker lacks goes over the link; its place there is reserved before the prefill starts."""
     missing = max(1, wanted.tokens - sight.cached.get(decode.address, 0))
     ttft_s = prefill.ttft_s(wanted.tokens, sight.cached.get(prefill.address, 0))
@@ -326,7 +334,7 @@ def _hand_over(prefill: View, decode: View, sight: Sight, wanted: Wanted, reason
         prefill.address,
         decode.address,
         reason,
-        decode.place_s + ttft_s + sight.links[decode.address][prefill.address].seconds(missing),
+        decode.place_s + ttft_s + link.seconds(missing),
         decode.step_with(wanted.tokens),
         decode.limit_s(wanted.tpot_s),
         decode.fits(wanted.tokens),

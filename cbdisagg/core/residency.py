@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import repeat
+from operator import contains
 
 from cbdisagg.messages import Hash
 
@@ -56,7 +58,7 @@ class Residency:
 
     def has(self, value: Hash) -> bool:
         """Is this page probably there?"""
-        return any(value in generation for generation in self._generations)
+        return any(map(contains, self._generations, repeat(value)))
 
     def count(self, hashes: Sequence[Hash]) -> int:
         """Leading pages of the chain that are probably there. A chain is forgotten from its end, so it has no gaps."""
