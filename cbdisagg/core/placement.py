@@ -7,7 +7,7 @@ to them since. Decides by policy.py, on whoever `board.py` says is worth a look.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cbdisagg.config import Config
@@ -78,7 +78,8 @@ class Placement:
             self._count("rejected", "queue-limit")
             return [reject(api, request, 429, text, self._drain_s())]
         hashes = split_hashes(request.hashes)
-        decision = self.decide(request, wanted, hashes)
+        cached = self._holders(request, hashes)
+        decision = self.decide(request, wanted, cached)
         if self.config.policy.admission == "early-reject" and not request.submission and decision.reason != "sibling":
             refused = refusal(decision, wanted, self._between_ends_s)
             if refused is not None:
@@ -87,14 +88,18 @@ class Placement:
                 rejected = reject(api, request, 429, f"{text} (policy.admission)", after_s)
                 return [*self._trace(request, decision, wanted, "refused: "), rejected]
         self._count(decision.kind, decision.reason)
-        return [*self._trace(request, decision, wanted), self._place(request, hashes, decision, now)]
+        told = self._place(request, hashes, decision, cached.get(decision.prefill, 0), now)
+        return [*self._trace(request, decision, wanted), told]
 
-    def decide(self, request: Generate, wanted: Wanted, hashes: Sequence[Hash]) -> Decision:
-        """Somebody serves. Siblings go where the first of them went, and join its prefix there."""
+    def decide(self, request: Generate, wanted: Wanted, cached: Mapping[Address, int]) -> Decision:
+        """Somebody serves. Siblings go where the first of them went, and join its prefix there.
+
+        `cached`: tokens of the prompt that a worker probably has, if any.
+        """
         first = self.placed.get(request.group) if request.group is not None else None
         if first is not None and self._serves(first.decode):
             return Decision(first.decode, first.decode, "sibling", 0.0)
-        sight = self.board.sight(self._holders(request, hashes), self.knobs.rho * wanted.tpot_s, self._serves)
+        sight = self.board.sight(cached, self.knobs.rho * wanted.tpot_s, self._serves)
         return route(sight, self.knobs, wanted)
 
     def cancel(self, message: Cancel) -> list[Effect]:
@@ -139,11 +144,11 @@ class Placement:
         self._sent(taker, split_hashes(request.hashes))
         return Tell(to, Submit(request, Route(source, to), self.term, moves=True))
 
-    def _place(self, request: Generate, hashes: Sequence[Hash], decision: Decision, now: float) -> Effect:
+    def _place(self, request: Generate, hashes: Sequence[Hash], decision: Decision, cached: int, now: float) -> Effect:
         self.placed[request.id] = Placed(request.submission, decision.decode)
         tokens = (len(request.prompt) + len(request.output)) // 4
         prefill, decode = (self.workers[end.incarnation] for end in (decision.prefill, decision.decode))
-        missing = tokens - self._cached(prefill, request, hashes)
+        missing = tokens - cached
         decode.submit(missing if prefill is decode else 0)
         if prefill is not decode:
             prefill.jobs.append((now, missing))

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from cbdisagg.config import Config
 from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.placement import Placement
 from cbdisagg.core.policy import Decision, Wanted
-from cbdisagg.messages import Address, Generate, Hash
+from cbdisagg.messages import Address, Generate
 
 
 class Crosswise(Placement):
     """The least loaded worker decodes, and another one prefills."""
 
-    def decide(self, request: Generate, wanted: Wanted, hashes: Sequence[Hash]) -> Decision:
-        chosen = super().decide(request, wanted, hashes)
+    def decide(self, request: Generate, wanted: Wanted, cached: Mapping[Address, int]) -> Decision:
+        chosen = super().decide(request, wanted, cached)
         sight = self.board.everybody(self._serves)
         decode = min(sight.views, key=lambda view: (view.sequences, view.address)).address
         ways = sorted(sight.links.get(decode, {}))
