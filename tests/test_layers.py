@@ -111,6 +111,14 @@ def test_the_api_process_loads_neither_torch_nor_transformers() -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_a_worker_on_a_cpu_loads_neither_triton_nor_transformers() -> None:
+    """75 MiB and a second, and 80 MiB and two."""
+    names = "cbdisagg.actors.worker, cbdisagg.engine.build"
+    code = f"import sys, {names}; print(sorted({{'triton', 'transformers'}} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
 def test_the_kernels_folder_is_no_package() -> None:
     """transformers imports a top-level package that is called kernels, if there is one."""
     assert not (ROOT / "kernels" / "__init__.py").exists()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from cbdisagg.config import ModelError
 from cbdisagg.engine import packed_file
 from cbdisagg.engine.device import Device
-from cbdisagg.engine.device_runner import DeviceRunner
 from cbdisagg.engine.families import Spec, weights_of
 from cbdisagg.engine.kv import LAYOUT, KvShape, as_pool, pool_tensor
 from cbdisagg.engine.model import Decoder, make_linears
@@ -33,6 +32,9 @@ from cbdisagg.engine.specs import read_spec
 from cbdisagg.engine.warm_up import warm_up
 from cbdisagg.engine.weight_files import weight_files
 from cbdisagg.engine.weights import load
+
+if TYPE_CHECKING:
+    from cbdisagg.engine.device_runner import DeviceRunner  # brings Triton: a second and 75 MiB, and not for CPUs
 
 CPU = torch.device("cpu")
 SAMPLES = 16
@@ -137,6 +139,8 @@ def build_device_runner(
     `most_slots`, `most_batch`: see `DeviceRunner`. `most_rows`: tokens of the largest step. `progress`: of capturing
     graphs, then of warming up. Raises ModelError as `build_runner` does.
     """
+    from cbdisagg.engine.device_runner import DeviceRunner
+
     spec = read_spec(folder, cache)
     _check_length(spec, max_len)
     shape = KvShape(spec.layers, spec.kv_heads, spec.head_dim, page_size, _dtype(dtype))
