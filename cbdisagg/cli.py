@@ -146,34 +146,25 @@ StartFile = Annotated[Path, typer.Option("--start", help="The start file that a 
 @app.command(epilog=EXAMPLE + "cbdisagg worker --start FOLDER/decode-0.1700000000000000000.json")
 def worker(start: StartFile) -> None:
     """Run one worker; serve does this for you."""
-    from cbdisagg.actors.life import run_child
-    from cbdisagg.actors.start import read_start
-    from cbdisagg.actors.worker import run_worker
+    from cbdisagg.actors.part import run_part
 
-    given, config = read_start(start, "worker")
-    run_child(given, lambda life: run_worker(life, given, config))
+    run_part("worker", start)
 
 
 @app.command(epilog=EXAMPLE + "cbdisagg coordinator --start FOLDER/coordinator.1700000000000000000.json")
 def coordinator(start: StartFile) -> None:
     """Run the coordinator; serve does this for you."""
-    from cbdisagg.actors.coordinator import run_coordinator
-    from cbdisagg.actors.life import run_child
-    from cbdisagg.actors.start import read_start
+    from cbdisagg.actors.part import run_part
 
-    given, config = read_start(start, "coordinator")
-    run_child(given, lambda life: run_coordinator(life, given, config))
+    run_part("coordinator", start)
 
 
 @app.command(epilog=EXAMPLE + "cbdisagg api --start FOLDER/api.1700000000000000000.json")
 def api(start: StartFile) -> None:
     """Run the HTTP server; serve does this for you."""
-    from cbdisagg.actors.api import run_api
-    from cbdisagg.actors.life import run_child
-    from cbdisagg.actors.start import read_start
+    from cbdisagg.actors.part import run_part
 
-    given, config = read_start(start, "api")
-    run_child(given, lambda life: run_api(life, given, config))
+    run_part("api", start)
 
 
 # ------------------------------------------------------------------------------------------------------- journals

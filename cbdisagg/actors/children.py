@@ -106,8 +106,8 @@ class Child:
 
 
 def own_command(start: Start, file: Path) -> Sequence[str]:
-    """This program, as another process."""
-    return (sys.executable, "-m", "cbdisagg", start.kind, "--start", str(file))
+    """This program, as another process; what follows -m is actors/part.py."""
+    return (sys.executable, "-m", "cbdisagg.actors.part", start.kind, "--start", str(file))
 
 
 def cause(status: int) -> str:

@@ -72,6 +72,7 @@ def test_a_mistake_in_a_command_points_to_the_help_of_that_command() -> None:
     ("module", "absent"),
     [
         ("cbdisagg.cli", ("torch", "transformers", "numpy", "zmq", "msgspec", "rich", "aiohttp")),
+        ("cbdisagg.actors.part", ("torch", "numpy", "typer", "rich", "aiohttp", "zmq")),
         ("cbdisagg.actors.api", ("torch", "transformers", "numpy")),
         ("cbdisagg.actors.coordinator", ("torch", "transformers", "numpy", "aiohttp")),
         ("cbdisagg.actors.serve", ("torch", "transformers", "numpy")),
