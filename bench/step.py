@@ -210,7 +210,7 @@ class Bench:
     def _weights(self) -> tuple[int, int]:
         """Weights of all products of the layers, and of the head."""
         spec, decoder = self.runner.decoder.spec, self.runner.decoder
-        return decoder.product_weights, spec.vocab * decoder.embedding.shape[1]
+        return decoder.product_weights, spec.vocab * decoder.stack.embedding.shape[1]
 
     def decode(self, context: int, batch: int, repeat: int) -> Iterator[float]:
         """Seconds of steps of `batch` sequences that each have `context` tokens at the middle one."""

@@ -1,7 +1,8 @@
-"""What the layers of a decoder are made of, for those who run them: the model, operator by operator, or one fused call.
+"""What a decoder is made of, from ids to what its head takes, for those who run it operator by operator or as one call.
 
-Data only, but for the operators that a `Layer` holds. A layer is: attention and its output product, then the
-feed-forward products with the activation in between, each added to the residual; norms before both, or after both sums.
+Data, but for the operators that it holds and the look-up that begins it. A layer is: attention and its output product,
+then the feed-forward products with the activation in between, each added to the residual; norms before both, or after
+both sums.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, Literal, TypeAlias
 
 from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.self_attention import SelfAttention
+from cbdisagg_kernels.tokens import Tokens
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +42,36 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """All layers of one decoder. `pool` [layer, page, K|V, kv_head, slot, head_dim]."""
+    """One decoder without its head. `pool` [layer, page, K|V, kv_head, slot, head_dim] gives the dtype.
 
+    `embedding` [>= vocab, width] as it is stored, rows are brought to the dtype when they are looked up; `project_in`
+    where width is not hidden. `places` [position, hidden]: what is added for each position, if anything is.
+    """
+
+    embedding: Tensor
+    project_in: Linear | None
+    places: Tensor | None
     layers: list[Layer]
     attention: SelfAttention[Any]
     pool: Tensor
     activation: Literal["silu_mul", "relu", "gelu"]
     norm_first: bool
+    final_norm: Norm | None
 
 
 Written: TypeAlias = Callable[[int], None]
 """`written(layer)`: this layer's keys and values of all the step's rows are in the pool. Called in order."""
 
-RunLayers: TypeAlias = Callable[[Tensor, Any, Tensor | None, Written | None], Tensor]
-"""`run(x, plan, chosen, written)`: x [rows, hidden], which may be overwritten, and the attention's plan of the step ->
-the rows `chosen` (int64; None: all) of what the last layer gives."""
+RunStack: TypeAlias = Callable[[Tokens, Any, Tensor | None, Written | None], Tensor]
+"""`run(tokens, plan, chosen, written)`: the tokens of a step and the attention's plan of it -> of the rows `chosen`
+(int64; None: all) what the final norm gives, [chosen, hidden]."""
+
+
+def embed(stack: Stack, tokens: Tokens) -> Tensor:
+    """What the first layer takes, [rows, hidden]."""
+    x = functional.embedding(tokens.ids, stack.embedding).to(stack.pool.dtype)
+    if stack.project_in:
+        x = stack.project_in(x)
+    if stack.places is not None:
+        x = x + functional.embedding(tokens.positions, stack.places)
+    return x

@@ -1,4 +1,4 @@
-"""All layers of a decoder as one call of cpu/layers.c.
+"""A decoder without its head as one call of cpu/layers.c.
 
 Knows the structs that it reads and the memory that a step needs; order and arithmetic are the kernels'. One call a
 step, or one a layer where somebody has to be told that a layer's keys and values are written.
@@ -10,11 +10,12 @@ import ctypes
 from typing import Any, cast
 
 import torch
-from cbdisagg_kernels.layers import Layer, Norm, Stack, Written
+from cbdisagg_kernels.layers import Layer, Norm, Stack, Written, embed
 from cbdisagg_kernels.native import Native
-from cbdisagg_kernels.native_attention import Job, NativePlan, NativeSelfAttention
-from cbdisagg_kernels.native_linear import NativeLinear, buffer_rows
+from cbdisagg_kernels.native_attention import Job, NativePlan, NativeSelfAttention, address
+from cbdisagg_kernels.native_linear import NUMBERS, NativeLinear, buffer_rows
 from cbdisagg_kernels.native_small import Activation
+from cbdisagg_kernels.tokens import SlotTokens, Tokens
 from torch import Tensor
 
 LINE = 64
@@ -37,12 +38,15 @@ class LayersJob(ctypes.Structure):
         ("attention", Job),
         *((name, ctypes.c_void_p) for name in ("pool", "x", "normed", "qkv", "attended", "up", "fed", "scratch")),
         ("chosen", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("ids", "embedding", "places", "final_weight", "final_bias")),
         ("layer_bytes", ctypes.c_int64),
+        ("ids_width", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("first", "last", "count")),
         *((name, ctypes.c_int32) for name in ("rows", "chosen_rows")),
         *((name, ctypes.c_int32) for name in ("hidden", "activation", "norm_first", "centres")),
         ("eps", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("embedding_is_bf16", "normed_at_last")),
     ]
 
 
@@ -64,7 +68,7 @@ def can_fuse(stack: Stack) -> bool:
 
 
 class NativeLayers:
-    """`RunLayers`. Owns the memory between a step's operators, so it serves one thread."""
+    """`RunStack`. Owns the memory between a step's operators, so it serves one thread."""
 
     def __init__(self, native: Native, threads: int, stack: Stack) -> None:
         """Raises ValueError if not all parts of `stack` are native."""
@@ -74,7 +78,9 @@ class NativeLayers:
         self.run = native.functions.cbd_layers
         self.run.argtypes, self.run.restype = [ctypes.POINTER(LayersJob), ctypes.c_int], None
         self.structs = (LayerStruct * len(stack.layers))(*map(_struct, stack.layers))
-        layer = stack.layers[0]
+        # Others are looked up by torch, and the call takes the rows.
+        self.embeds = stack.project_in is None and stack.embedding.dtype in NUMBERS and stack.embedding.is_contiguous()
+        layer, last = stack.layers[0], stack.final_norm
         qkv, out, up, down = (cast(NativeLinear, each) for each in (layer.qkv, layer.out, layer.up, layer.down))
         widths = [out.weight.columns, qkv.weight.columns, out.weight.inputs, up.weight.columns, down.weight.inputs]
         self.row_bytes = [_whole_lines(width * stack.pool.itemsize) for width in widths]
@@ -92,11 +98,26 @@ class NativeLayers:
             "eps": layer.attention_norm.eps,
             "is_bf16": stack.pool.dtype == torch.bfloat16,
         }
+        if self.embeds:
+            self.fixed |= {
+                "embedding": stack.embedding.data_ptr(),
+                "embedding_is_bf16": stack.embedding.dtype == torch.bfloat16,
+                "places": None if stack.places is None else stack.places.data_ptr(),
+            }
+        if last is not None:
+            weight, bias = _addresses(last)
+            self.fixed |= {"normed_at_last": True, "final_weight": weight, "final_bias": bias}
 
-    def __call__(self, x: Tensor, plan: NativePlan, chosen: Tensor | None, written: Written | None) -> Tensor:
-        x = x.contiguous()
-        job = LayersJob(**self.fixed, attention=plan.job, x=x.data_ptr(), rows=len(x))
-        job.normed, job.qkv, job.attended, job.up, job.fed, job.scratch = self._places(len(x))
+    def __call__(self, tokens: Tokens, plan: NativePlan, chosen: Tensor | None, written: Written | None) -> Tensor:
+        job = LayersJob(**self.fixed, attention=plan.job, rows=plan.rows)
+        if self.embeds:
+            assert isinstance(tokens, SlotTokens)
+            x = torch.empty(plan.rows, job.hidden, dtype=self.stack.pool.dtype)
+            job.ids, job.ids_width = address(tokens.table), tokens.table.shape[1]
+        else:
+            x = embed(self.stack, tokens).contiguous()
+        job.x = x.data_ptr()
+        job.normed, job.qkv, job.attended, job.up, job.fed, job.scratch = self._places(plan.rows)
         if chosen is not None:
             job.chosen, job.chosen_rows = chosen.data_ptr(), len(chosen)
         if written is None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cbdisagg_kernels.activation import gelu, relu, silu_mul
 from cbdisagg_kernels.argmax import argmax
-from cbdisagg_kernels.layers import RunLayers, Stack
+from cbdisagg_kernels.layers import RunStack, Stack
 from cbdisagg_kernels.linear import Linear, PackedLinear, PlainLinear, has_packed_form
 from cbdisagg_kernels.native import Native, native
 from cbdisagg_kernels.native_attention import NativeSelfAttention, fits
@@ -40,7 +40,7 @@ class Ops:
     relu: Callable[[Tensor], Tensor]
     gelu: Callable[[Tensor], Tensor]
     argmax: Callable[[Tensor], Tensor]
-    fuse: Callable[[Stack], RunLayers | None]  # layers that were made of these operators, as one call
+    fuse: Callable[[Stack], RunStack | None]  # a decoder that was made of these operators, as one call
     sampling: NativeSampling | None  # draws for a whole batch; None: row by row, by the reference
     packer: Packer | None  # whose weights can lie in memory that processes share, which those of `linear` do not
 

@@ -3,6 +3,9 @@
 Knows slots, pages and attention's plans; not the model. Order of the rows: first the slices of one token, the shorter
 sequences before the longer, so that attention can take neighbours of similar length together; then the longer slices,
 as the plan has them.
+
+Between two steps caches hold the weights, and every call into numpy or torch takes 20 to 80 us until its own code is
+back: so plain Python does what it can.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from cbdisagg_kernels.layers import Written
-from cbdisagg_kernels.self_attention import positions_of
+from cbdisagg_kernels.tokens import SlotTokens, Tokens
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,15 +34,14 @@ class Planner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's tokens. `ids`, `positions` int32 [rows]; `attention`: what the `Planner` has made of it.
+    """One step's tokens. `attention`: what the `Planner` has made of it.
 
     `outputs` int64: rows that the head is asked for, those that draw first; None if it is all rows in their order.
     `draws`: the number in the plan of the slice that draws from each of the first outputs. `scores`: (number in the
     plan, first output, count) for the others.
     """
 
-    ids: Tensor
-    positions: Tensor
+    tokens: Tokens
     attention: Any
     outputs: Tensor | None
     draws: list[int]
@@ -51,22 +53,20 @@ def make_batch(slices: Sequence[Slice], slots: Slots, attention: Planner) -> Bat
     for part in slices:
         _check(part, slots)
     singles = sorted((n for n, part in enumerate(slices) if part.count == 1), key=lambda n: slices[n].start)
-    order = [*singles, *(n for n, part in enumerate(slices) if part.count > 1)]
-
-    counts = [slices[n].count for n in order]
-    firsts = np.cumsum([0, *counts])[:-1].tolist()
-    segments = np.array(
-        [(first, slices[n].count, slices[n].start, slices[n].slot) for n, first in zip(order, firsts, strict=True)],
-        np.int32,
-    )
-    positions = positions_of(segments)
-    first_of = dict(zip(order, firsts, strict=True))  # in the order of the rows
+    rows = 0
+    first_of: dict[int, int] = {}  # in the order of the rows
+    numbers: list[int] = []
+    for n in (*singles, *(n for n, part in enumerate(slices) if part.count > 1)):
+        part = slices[n]
+        first_of[n] = rows
+        numbers += (rows, part.count, part.start, part.slot)
+        rows += part.count
+    segments = np.array(numbers, np.int32).reshape(-1, 4)
     outputs, draws, scores = _outputs(slices, slots, first_of)
     return Batch(
-        ids=torch.from_numpy(slots.ids[np.repeat(segments[:, 3], counts), positions]),
-        positions=torch.from_numpy(positions),
+        tokens=SlotTokens(slots.ids, segments),
         attention=attention.plan(segments, slots.pages),
-        outputs=None if outputs == list(range(len(positions))) else torch.tensor(outputs, dtype=torch.int64),
+        outputs=None if outputs == list(range(rows)) else torch.tensor(outputs, dtype=torch.int64),
         draws=draws,
         scores=scores,
     )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from cbdisagg_kernels.gpu.attention import StepPlanner
 from cbdisagg_kernels.gpu.sample import draw
+from cbdisagg_kernels.tokens import RowTokens
 from torch import Tensor
 
 from cbdisagg.engine.base import PushLayer
@@ -158,7 +159,7 @@ class DeviceRunner:
 
     def _replays(self, batch: Batch, draws: list[Draw], landing: Tensor) -> bool:
         """Whether the step is one that a graph computes: one token and one draw for each sequence. If so, it does."""
-        rows = len(batch.ids)
+        rows = len(batch.attention.positions)
         graph = self.graphs.fitting(rows) if batch.outputs is None and len(draws) == rows else None
         if graph is None or batch.attention.singles != rows:
             return False
@@ -170,7 +171,9 @@ class DeviceRunner:
     def _eager(self, batch: Batch, draws: list[Draw]) -> DeviceStep:
         shape = batch.attention
         outputs = 0 if batch.outputs is None else len(batch.outputs)
-        layout = Layout(len(batch.ids), shape.tables.shape[1], shape.singles, len(shape.tiles), outputs, len(draws))
+        layout = Layout(
+            len(shape.positions), shape.tables.shape[1], shape.singles, len(shape.tiles), outputs, len(draws)
+        )
         count = layout.words(len(shape.tables))
         words = torch.empty(count, dtype=torch.int32, device=self.device.torch_device)
         self._bring(batch, draws, layout, words)
@@ -187,7 +190,7 @@ class DeviceRunner:
         words = self.words[turn]
         outputs = None if batch.outputs is None else batch.outputs.tolist()
         drawn = self.table.of([each.slot for each in draws], [each.place for each in draws])
-        count = layout.fill(as_numpy(words), batch.ids.numpy(), batch.attention, outputs, drawn)
+        count = layout.fill(as_numpy(words), batch.tokens.ids.numpy(), batch.attention, outputs, drawn)
         target[:count].copy_(words[:count], non_blocking=True)
 
     def _compute(self, step: DeviceStep) -> Tensor:
@@ -200,7 +203,7 @@ class DeviceRunner:
         ids = torch.where(step.ids < 0, drawn, step.ids)
         draws, scores = (batch.draws, batch.scores) if batch else ([], [])
         positions = step.plan.positions.clamp(min=0)
-        return self.decoder.forward(Batch(ids, positions, step.plan, step.outputs, draws, scores), written)
+        return self.decoder.forward(Batch(RowTokens(ids, positions), step.plan, step.outputs, draws, scores), written)
 
     def _drawn(self, logits: Tensor, step: DeviceStep) -> Tensor:
         """Draw, and let each slot remember its token."""

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from cbdisagg_kernels.layers import Layer, Norm, Stack, Written
+from cbdisagg_kernels.layers import Layer, Norm, Stack, Written, embed
 from cbdisagg_kernels.linear import Linear
 from cbdisagg_kernels.ops import Ops
 from cbdisagg_kernels.self_attention import Rotation, Shape
+from cbdisagg_kernels.tokens import Tokens
 from torch import Tensor
-from torch.nn import functional
 
 from cbdisagg.engine.batch import Batch
 from cbdisagg.engine.families import Affine, LayerWeights, Learned, ModelWeights, Rope, Spec
@@ -25,8 +25,7 @@ from cbdisagg.engine.families import Affine, LayerWeights, Learned, ModelWeights
 class Decoder:
     """`pool` [layer, page, 2, kv_head, slot, head_dim] gives the dtype; positions below `max_len` can be computed.
 
-    `linears` are the products of `weights` by name, made of `ops`: of those nothing is read here. The embedding stays
-    as it is stored, rows are brought to the dtype when they are looked up.
+    `linears` are the products of `weights` by name, made of `ops`: of those nothing is read here.
     """
 
     def __init__(
@@ -34,42 +33,47 @@ class Decoder:
     ) -> None:
         self.spec, self.ops, self.pool, self.dtype = spec, ops, pool, pool.dtype
         self.activate = ops.silu_mul if spec.activation == "silu_mul" else ops.relu
-        self.embedding = weights.embed.to(pool.device)
-        self.project_in = linears[weights.project_in.name] if weights.project_in else None
-        self.layers = [self._layer(layer, linears) for layer in weights.layers]
         self.product_weights = sum(_weights(layer) for layer in weights.layers)  # in all layers, for who measures
-        self.final_norm = self._norm(weights.final_norm) if weights.final_norm else None
         self.project_out = linears[weights.project_out.name] if weights.project_out else None
         self.head = linears[weights.head.name]
-        self.position_table: Tensor | None = None
+        places: Tensor | None = None
         rotation: Rotation | None = None
         match spec.positions:
             case Rope(frequencies, scaling):
                 rotation = Rotation(torch.tensor(frequencies), scaling, max_len)
             case Learned(offset):
                 assert weights.positions is not None
-                self.position_table = weights.positions[offset : offset + max_len].to(pool)
+                places = weights.positions[offset : offset + max_len].to(pool)
         shape = Shape(spec.heads, spec.kv_heads, spec.head_dim, pool.shape[4], self.dtype, rotation)
         self.attention = ops.attention(shape)
-        stack = Stack(self.layers, self.attention, pool, spec.activation, spec.norm_first)
-        self.run_layers = ops.fuse(stack) or self.run_operators
+        self.stack = Stack(
+            embedding=weights.embed.to(pool.device),
+            project_in=linears[weights.project_in.name] if weights.project_in else None,
+            places=places,
+            layers=[self._layer(layer, linears) for layer in weights.layers],
+            attention=self.attention,
+            pool=pool,
+            activation=spec.activation,
+            norm_first=spec.norm_first,
+            final_norm=self._norm(weights.final_norm) if weights.final_norm else None,
+        )
+        self.run_stack = ops.fuse(self.stack) or self.run_operators
 
     def forward(self, batch: Batch, written: Written | None) -> Tensor:
         """What the head takes, for the rows `batch.outputs`: [outputs, width]."""
-        x = self.run_layers(self._embed(batch), batch.attention, batch.outputs, written)
-        if self.final_norm:
-            x = self._normed(x, self.final_norm)
+        x = self.run_stack(batch.tokens, batch.attention, batch.outputs, written)
         return self.project_out(x) if self.project_out else x
 
-    def run_operators(self, x: Tensor, plan: Any, outputs: Tensor | None, written: Written | None) -> Tensor:
-        """`RunLayers`, one operator at a time: what a fused call has to compute."""
-        norm_first = self.spec.norm_first
-        for n, layer in enumerate(self.layers):
+    def run_operators(self, tokens: Tokens, plan: Any, outputs: Tensor | None, written: Written | None) -> Tensor:
+        """`RunStack`, one operator at a time: what a fused call has to compute."""
+        norm_first, layers = self.spec.norm_first, self.stack.layers
+        x = embed(self.stack, tokens)
+        for n, layer in enumerate(layers):
             qkv = self._heads(layer.qkv(self._normed(x, layer.attention_norm) if norm_first else x))
             self.attention.write(qkv, self.pool[n], plan)
             if written:
                 written(n)
-            chosen = outputs if n == len(self.layers) - 1 else None
+            chosen = outputs if n == len(layers) - 1 else None
             if chosen is not None and not len(chosen):
                 return x[:0]
             attended = self.attention.attend(qkv, self.pool[n], plan)
@@ -82,19 +86,11 @@ class Decoder:
             x = layer.down(self.activate(layer.up(fed)), residual=x)
             if not norm_first:
                 x = self._normed(x, layer.feed_norm)
-        return x
+        return self._normed(x, self.stack.final_norm) if self.stack.final_norm else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, width] -> [rows, vocab] in float32; columns of padding ids are cut off."""
         return self.head(hidden, wide=True)[:, : self.spec.vocab]
-
-    def _embed(self, batch: Batch) -> Tensor:
-        x = functional.embedding(batch.ids, self.embedding).to(self.dtype)
-        if self.project_in:
-            x = self.project_in(x)
-        if self.position_table is not None:
-            x = x + functional.embedding(batch.positions, self.position_table)
-        return x
 
     def _heads(self, qkv: Tensor) -> Tensor:
         """[rows, width] -> [rows, heads + 2 * kv_heads, head_dim]."""

@@ -1,8 +1,11 @@
-/* All layers of a decoder, for one step, as one call: the threads meet at barriers instead of being called anew for each
- * operator, and nothing returns to Python in between.
+/* A decoder without its head, for one step, as one call: the threads meet at barriers instead of being called anew for
+ * each operator, and nothing returns to Python in between, where after a model's weights have gone through the caches
+ * each small operator costs 20 to 100 us.
  *
  * Knows the order of the operators; each is in its own file, and a step that calls them one by one computes the same
  * bits. Rows are contiguous in all buffers, which are the caller's and hold `buffer_rows` of native_linear.py each.
+ *
+ * Ids are looked up where slots have them: attention's tiles say which slot and which positions each row is of.
  *
  * The form in single operators is cbdisagg/engine/model.py.
  */
@@ -10,6 +13,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "norm.h"
+#include "simd.h"
 
 /* kernels/native_layers.py mirrors both structs field by field. A norm without weight or bias has NULL there. */
 struct layer {
@@ -21,20 +25,61 @@ struct layers {
     const struct layer *layers;
     struct attention attention; /* whose qkv, layer and out are set here */
     char *pool;                 /* [layer, page, K|V, kv_head, slot, head_dim] */
-    void *x;                    /* [rows, hidden], in and out */
+    void *x;                    /* [rows, hidden]: out, and in if nothing is looked up */
     void *normed;               /* [rows, hidden] */
     void *qkv, *attended;
     void *up;      /* [rows, up's columns] */
     void *fed;     /* [rows, down's inputs]; may be `up` where the activation takes one input for each output */
     void *scratch; /* of a product of int8 */
     const int64_t *chosen; /* rows that go on after the last layer's attention, in the order wanted; NULL: all */
-    int64_t layer_bytes;   /* from one layer of the pool to the next */
+    const int32_t *ids;    /* [slot, ids_width] */
+    const void *embedding; /* [vocab, hidden], float32 or bfloat16; NULL: x is given */
+    const void *places;    /* [position, hidden], added; or NULL */
+    const void *final_weight, *final_bias;
+    int64_t layer_bytes; /* from one layer of the pool to the next */
+    int64_t ids_width;
     int32_t first, last, count; /* of the `count` layers, those from `first` to before `last` */
     int32_t rows, chosen_rows;
     int32_t hidden, activation, norm_first, centres;
     float eps;
-    int32_t is_bf16;
+    int32_t is_bf16, embedding_is_bf16;
+    int32_t normed_at_last; /* by the final norm */
 };
+
+/* Rounded before the position is added, as operators do it. */
+INLINE void look_up_row(const struct layers *job, int64_t row, int64_t id, int64_t position, int is_bf16) {
+    const int64_t to = row * job->hidden, from = id * job->hidden, place = position * job->hidden;
+    int n = 0;
+    for (; n + VW <= job->hidden; n += VW) {
+        store_row(job->x, to + n, load_row(job->embedding, from + n, job->embedding_is_bf16), is_bf16);
+        if (!job->places) continue;
+        vec sum = load_row(job->x, to + n, is_bf16) + load_row(job->places, place + n, is_bf16);
+        store_row(job->x, to + n, sum, is_bf16);
+    }
+    for (; n < job->hidden; n++) {
+        store_one(job->x, to + n, load_one(job->embedding, from + n, job->embedding_is_bf16), is_bf16);
+        if (!job->places) continue;
+        float sum = load_one(job->x, to + n, is_bf16) + load_one(job->places, place + n, is_bf16);
+        store_one(job->x, to + n, sum, is_bf16);
+    }
+}
+
+/* This thread's rows of x. */
+static void look_up(const struct layers *job, int part, struct team *team) {
+    int64_t begin, end, row = 0;
+    share(job->rows, part, team->parts, &begin, &end);
+    for (int n = 0; n < job->attention.tile_count; n++) {
+        const struct tile *tile = job->attention.tiles + n;
+        const int32_t *ids = job->ids + tile->slot * job->ids_width;
+        for (int position = tile->start; position < tile->start + tile->rows; position++, row++) {
+            if (row < begin || row >= end) continue;
+            if (job->is_bf16)
+                look_up_row(job, row, ids[position], position, 1);
+            else
+                look_up_row(job, row, ids[position], position, 0);
+        }
+    }
+}
 
 static void multiply(const struct layers *job, const struct weight *weight, const void *x, void *y, const void *residual,
                      int rows, int part, struct team *team) {
@@ -115,6 +160,10 @@ static void feed(const struct layers *job, const struct layer *layer, const void
 
 static void layers_part(void *data, int part, struct team *team) {
     const struct layers *job = data;
+    if (job->first == 0 && job->embedding) {
+        look_up(job, part, team);
+        team_barrier(team);
+    }
     for (int n = job->first; n < job->last; n++) {
         const struct layer *layer = job->layers + n;
         int ends = n == job->count - 1 && job->chosen, rows = ends ? job->chosen_rows : job->rows;
@@ -132,6 +181,8 @@ static void layers_part(void *data, int part, struct team *team) {
             feed(job, layer, job->x, rows, part, team);
             normalise(job, layer->feed_weight, layer->feed_bias, job->x, rows, part, team);
         }
+        if (n == job->count - 1 && job->normed_at_last)
+            normalise(job, job->final_weight, job->final_bias, job->x, rows, part, team);
     }
 }
 

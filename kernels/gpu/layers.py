@@ -9,24 +9,27 @@ from __future__ import annotations
 from cbdisagg_kernels.gpu.activation import silu_mul
 from cbdisagg_kernels.gpu.attention import StepPlan
 from cbdisagg_kernels.gpu.norm import rms_norm
-from cbdisagg_kernels.layers import Norm, Stack, Written
+from cbdisagg_kernels.layers import Norm, Stack, Written, embed
+from cbdisagg_kernels.tokens import Tokens
 from torch import Tensor
 
 
 def can_fuse(stack: Stack) -> bool:
     norms = [norm for layer in stack.layers for norm in (layer.attention_norm, layer.feed_norm)]
-    return stack.norm_first and stack.activation == "silu_mul" and all(norm.kind == "rms" for norm in norms)
+    ends = stack.final_norm is not None and stack.final_norm.kind == "rms"
+    return ends and stack.norm_first and stack.activation == "silu_mul" and all(norm.kind == "rms" for norm in norms)
 
 
 class TritonLayers:
-    """`RunLayers`. Queues kernels; nothing here waits for the device."""
+    """`RunStack`. Queues kernels; nothing here waits for the device."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
         self.head_dim = stack.pool.shape[-1]
 
-    def __call__(self, x: Tensor, plan: StepPlan, chosen: Tensor | None, written: Written | None) -> Tensor:
+    def __call__(self, tokens: Tokens, plan: StepPlan, chosen: Tensor | None, written: Written | None) -> Tensor:
         layers, attention, pool = self.stack.layers, self.stack.attention, self.stack.pool
+        x = embed(self.stack, tokens)
         normed = _normed(x, layers[0].attention_norm, None)
         for n, layer in enumerate(layers):
             qkv = layer.qkv(normed)
@@ -43,7 +46,8 @@ class TritonLayers:
             normed = _normed(layer.out(attended), layer.feed_norm, x)
             fed = layer.down(silu_mul(layer.up(normed)), residual=x if last else None)
             if last:
-                return fed
+                assert self.stack.final_norm is not None
+                return _normed(fed, self.stack.final_norm, None)
             normed = _normed(fed, layers[n + 1].attention_norm, x)
         return x
 

@@ -234,11 +234,11 @@ def test_what_cannot_be_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_weights_are_counted_as_they_will_lie_there(twin: Any) -> None:
     """Whatever they are stored in: the folders are in float32, tied heads have a copy of their own."""
     decoder = device_runner(twin, most_batch=1).decoder
-    products = [each for layer in decoder.layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
-    products += [each for each in (decoder.project_in, decoder.project_out, decoder.head) if each is not None]
+    products = [each for layer in decoder.stack.layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
+    products += [each for each in (decoder.stack.project_in, decoder.project_out, decoder.head) if each is not None]
     wide = sum(each.weight.nbytes for each in products)
-    assert weight_bytes(twin.folder, "float32") == wide + decoder.embedding.nbytes
-    assert weight_bytes(twin.folder, "bfloat16") == wide // 2 + decoder.embedding.nbytes
+    assert weight_bytes(twin.folder, "float32") == wide + decoder.stack.embedding.nbytes
+    assert weight_bytes(twin.folder, "bfloat16") == wide // 2 + decoder.stack.embedding.nbytes
 
 
 class Broken(FakeDriver):

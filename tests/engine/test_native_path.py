@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from cbdisagg_kernels import ops
-from cbdisagg_kernels.layers import Stack
 from cbdisagg_kernels.linear import PlainLinear
 from cbdisagg_kernels.native import native
 from cbdisagg_kernels.native_layers import NativeLayers, can_fuse
@@ -45,7 +44,7 @@ def step(runner: TorchRunner, push: bool = False) -> tuple[list[int], list[int]]
 
 def test_a_whole_model_is_one_call(twin: Any) -> None:
     for dtype in ("float32", "bfloat16"):
-        assert isinstance(twin.runner(dtype).decoder.run_layers, NativeLayers)
+        assert isinstance(twin.runner(dtype).decoder.run_stack, NativeLayers)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -53,7 +52,7 @@ def test_a_whole_model_is_one_call(twin: Any) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_call_gives_the_bits_of_its_operators(twin: Any, dtype: str, weights: str, threads: int) -> None:
     fused, apart = twin.runner(dtype, threads=threads, weights=weights), twin.runner(dtype, weights=weights)
-    apart.decoder.run_layers = apart.decoder.run_operators
+    apart.decoder.run_stack = apart.decoder.run_operators
     assert step(fused) == step(apart)
     pools = [each.decoder.pool.view(torch.uint8) for each in (fused, apart)]
     assert pools[0].any()
@@ -87,7 +86,7 @@ def test_without_a_library_torch_serves(llama: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ops, "native", lambda: None)
     runner = llama.runner()
     assert isinstance(runner.decoder.attention, TorchSelfAttention)
-    assert runner.decoder.run_layers == runner.decoder.run_operators
+    assert runner.decoder.run_stack == runner.decoder.run_operators
     assert step(runner) == expected
     assert describe(llama.folder, "float32").fingerprint != name  # they round differently: never paired
 
@@ -101,13 +100,11 @@ def test_heads_that_do_not_fit_are_attended_by_torch(llama: Any, monkeypatch: py
 
 
 def test_parts_that_are_not_native_are_not_fused(llama: Any) -> None:
-    decoder = llama.runner().decoder
-    spec = decoder.spec
-    stack = Stack(decoder.layers, decoder.attention, decoder.pool, spec.activation, spec.norm_first)
+    stack = llama.runner().decoder.stack
     assert can_fuse(stack)
     plain = replace(stack.layers[1], down=PlainLinear(torch.zeros(64, 96)))
     for other in (
-        replace(stack, attention=TorchSelfAttention(decoder.attention.shape)),
+        replace(stack, attention=TorchSelfAttention(stack.attention.shape)),
         replace(stack, layers=[stack.layers[0], plain]),
         replace(stack, layers=[replace(stack.layers[0], up=stack.layers[0].down)]),
     ):

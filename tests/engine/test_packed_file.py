@@ -31,7 +31,7 @@ def files(cache: Path) -> list[Path]:
 def logits(runner: Any) -> torch.Tensor:
     """[8, vocab]: through the layers' products and the head."""
     x = torch.linspace(-1, 1, 8 * 64).view(8, 64).to(runner.decoder.dtype)
-    for layer in runner.decoder.layers:
+    for layer in runner.decoder.stack.layers:
         x = layer.down(runner.decoder.activate(layer.up(layer.out(layer.qkv(x)[:, :64].contiguous()))))
     result: torch.Tensor = runner.decoder.logits(x)
     return result
