@@ -64,24 +64,11 @@ class NativeSelfAttention:
         self.width = shape.heads * shape.head_dim
         self.most = max(1, min(TILE_ROWS, MOST_ROWS // self.group))  # rows of a tile
         self.cosines, self.sines = _half_tables(shape)
-        self._write, self._attend = native.functions.cbd_write, native.functions.cbd_attention
-        for function in (self._write, self._attend):
-            function.argtypes, function.restype = [ctypes.POINTER(Job), ctypes.c_int], None
-
-    def plan(self, segments: NDArray[np.int32], pages: NDArray[np.int32]) -> NativePlan:
-        tiles = cut(segments, self.most)
-        first, count, *_ = segments[-1].tolist()
-        rows, shape = first + count, self.shape
-        job = Job(
-            pages=address(pages),
-            tiles=address(tiles),
+        self.template = Job(
             cosines=_address(self.cosines),
             sines=_address(self.sines),
             qkv_stride=self.width + 2 * shape.kv_heads * shape.head_dim,
             out_stride=self.width,
-            tile_count=len(tiles),
-            rows=rows,
-            page_width=pages.shape[1],
             kv_heads=shape.kv_heads,
             group=self.group,
             head_dim=shape.head_dim,
@@ -89,6 +76,16 @@ class NativeSelfAttention:
             scale=shape.head_dim**-0.5,
             is_bf16=shape.dtype == torch.bfloat16,
         )
+        self._write, self._attend = native.functions.cbd_write, native.functions.cbd_attention
+        for function in (self._write, self._attend):
+            function.argtypes, function.restype = [ctypes.POINTER(Job), ctypes.c_int], None
+
+    def plan(self, segments: NDArray[np.int32], pages: NDArray[np.int32]) -> NativePlan:
+        tiles = cut(segments, self.most)
+        rows = segments.item(-1, 0) + segments.item(-1, 1)
+        job = Job.from_buffer_copy(self.template)
+        job.pages, job.page_width = address(pages), pages.shape[1]
+        job.tiles, job.tile_count, job.rows = address(tiles), len(tiles), rows
         return NativePlan(job, tiles, pages, rows)
 
     def write(self, qkv: Tensor, layer: Tensor, plan: NativePlan) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from cbdisagg_kernels.native import Native
+from cbdisagg_kernels.native_small import ArgmaxJob
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -62,10 +63,19 @@ class NativeSampling:
         functions = native.functions
         self._draw, self._score = functions.cbd_draw, functions.cbd_score
         self._draw_scratch, self._score_scratch = functions.cbd_draw_scratch, functions.cbd_score_scratch
-        for function in (self._draw, self._score):
+        self._argmax = functions.cbd_argmax
+        for function in (self._draw, self._score, self._argmax):
             function.argtypes, function.restype = [c_void_p, c_int32], None
         for function in (self._draw_scratch, self._score_scratch):
             function.argtypes, function.restype = [c_int64], c_int64
+
+    def best(self, logits: Tensor) -> list[int]:
+        """The id of each row's largest logit, the least of equal ones."""
+        _check(logits)
+        found = (c_int64 * len(logits))()
+        job = ArgmaxJob(logits.data_ptr(), ctypes.addressof(found), logits.stride(0), *logits.shape, False)
+        self._argmax(ctypes.byref(job), min(self.threads, len(found)))
+        return list(found)
 
     def draw(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         """The token of each row; `logits` are left as they are. `draws`: all but where their logits are."""
@@ -103,8 +113,13 @@ class NativeSampling:
 
 
 def _addresses(logits: Tensor) -> list[int]:
-    """Of each row. Raises ValueError if the kernels cannot read them."""
-    if logits.dtype != torch.float32 or logits.stride(1) != 1:
-        raise ValueError(f"logits are {logits.dtype} with strides {logits.stride()}, not rows of float32")
+    """Of each row."""
+    _check(logits)
     first, step = logits.data_ptr(), 4 * logits.stride(0)
     return [first + step * n for n in range(len(logits))]
+
+
+def _check(logits: Tensor) -> None:
+    """Raises ValueError if the kernels cannot read them."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError(f"logits are {logits.dtype} with strides {logits.stride()}, not rows of float32")

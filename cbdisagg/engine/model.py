@@ -90,7 +90,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, width] -> [rows, vocab] in float32; columns of padding ids are cut off."""
-        return self.head(hidden, wide=True)[:, : self.spec.vocab]
+        logits = self.head(hidden, wide=True)
+        return logits if logits.shape[1] == self.spec.vocab else logits[:, : self.spec.vocab]
 
     def _heads(self, qkv: Tensor) -> Tensor:
         """[rows, width] -> [rows, heads + 2 * kv_heads, head_dim]."""

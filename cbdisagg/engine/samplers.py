@@ -36,7 +36,7 @@ class Sampler(Protocol):
 
 
 def sampler_for(ops: Ops) -> Sampler:
-    return NumpySampler(ops) if ops.sampling is None else NativeSampler(ops, ops.sampling)
+    return NumpySampler(ops) if ops.sampling is None else NativeSampler(ops.sampling)
 
 
 class NumpySampler:
@@ -58,13 +58,13 @@ class NumpySampler:
 class NativeSampler:
     """All rows by one call of the C kernels."""
 
-    def __init__(self, ops: Ops, sampling: NativeSampling) -> None:
-        self.argmax, self.sampling = ops.argmax, sampling
+    def __init__(self, sampling: NativeSampling) -> None:
+        self.sampling = sampling
         self.draws: WeakKeyDictionary[Drawer, Draw] = WeakKeyDictionary()
 
     def draw(self, logits: Tensor, drawers: Sequence[Drawer], positions: Sequence[int]) -> list[int]:
         if _all_take_best(drawers, positions):
-            return self.argmax(logits).tolist()
+            return self.sampling.best(logits)
         return self.sampling.draw(logits, [self._draw(*each) for each in zip(drawers, positions, strict=True)])
 
     def score(self, logits: Tensor, tokens: Sequence[int], alternatives: Sequence[int]) -> list[Logprobs]:

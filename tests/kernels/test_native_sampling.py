@@ -31,7 +31,7 @@ REFERENCE = NumpySampler(OPS)
 
 @pytest.fixture
 def sampler(library: Native) -> NativeSampler:
-    return NativeSampler(OPS, NativeSampling(library, 1))
+    return NativeSampler(NativeSampling(library, 1))
 
 
 def drawers(samplings: Sequence[Sampling], vocab: int) -> list[Drawer]:
@@ -184,13 +184,13 @@ def test_a_row_is_the_same_in_any_company_and_on_any_threads(library: Native) ->
     vocab = 3000
     kinds = [filters | adjusted for filters in FILTERS[1:14:3] for adjusted in ADJUSTED[::2]]
     logits, rows = spread(len(kinds), vocab), drawers([Sampling(max_tokens=9, seed=7, **kind) for kind in kinds], vocab)
-    alone = NativeSampler(OPS, NativeSampling(library, 1))
+    alone = NativeSampler(NativeSampling(library, 1))
     tokens = [alone.draw(logits[n : n + 1], [row], [POSITION])[0] for n, row in enumerate(rows)]
     scores = [alone.score(logits[n : n + 1], [token], [n % 9])[0] for n, token in enumerate(tokens)]
     assert len(set(tokens)) > 5
     order = list(range(len(rows)))
     for threads in (1, 2, 3):
-        together = NativeSampler(OPS, NativeSampling(library, threads))
+        together = NativeSampler(NativeSampling(library, threads))
         random.Random(threads).shuffle(order)
         shuffled = logits[order]
         assert together.draw(shuffled, [rows[n] for n in order], [POSITION] * len(order)) == [tokens[n] for n in order]
