@@ -301,6 +301,12 @@ def overhead(context: typer.Context) -> None:
 
 
 @bench.command(context_settings=PASSED_ON, add_help_option=False)
+def memory(context: typer.Context) -> None:
+    """Add up the memory of all processes of a service."""
+    _bench(context, "service_memory", "memory")
+
+
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
 def gpu(context: typer.Context) -> None:
     """Prove kernels, steps and transfers on an NVIDIA GPU."""
     _bench(context, "gpu", "gpu")
