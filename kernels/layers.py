@@ -1,4 +1,4 @@
-"""What a decoder is made of, from ids to what its head takes, for those who run it operator by operator or as one call.
+"""What a decoder is made of, from ids to logits, for those who run it operator by operator or as one call.
 
 Data, but for the operators that it holds and the look-up that begins it. A layer is: attention and its output product,
 then the feed-forward products with the activation in between, each added to the residual; norms before both, or after
@@ -42,10 +42,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One decoder without its head. `pool` [layer, page, K|V, kv_head, slot, head_dim] gives the dtype.
+    """One decoder. `pool` [layer, page, K|V, kv_head, slot, head_dim] gives the dtype.
 
     `embedding` [>= vocab, width] as it is stored, rows are brought to the dtype when they are looked up; `project_in`
-    where width is not hidden. `places` [position, hidden]: what is added for each position, if anything is.
+    where width is not hidden. `places` [position, hidden]: what is added for each position, if anything is. `head`:
+    None where something comes between the final norm and it.
     """
 
     embedding: Tensor
@@ -57,14 +58,16 @@ class Stack:
     activation: Literal["silu_mul", "relu", "gelu"]
     norm_first: bool
     final_norm: Norm | None
+    head: Linear | None
 
 
 Written: TypeAlias = Callable[[int], None]
 """`written(layer)`: this layer's keys and values of all the step's rows are in the pool. Called in order."""
 
-RunStack: TypeAlias = Callable[[Tokens, Any, Tensor | None, Written | None], Tensor]
-"""`run(tokens, plan, chosen, written)`: the tokens of a step and the attention's plan of it -> of the rows `chosen`
-(int64; None: all) what the final norm gives, [chosen, hidden]."""
+RunStack: TypeAlias = Callable[[Tokens, Any, Tensor | None, int, Written | None], tuple[Tensor, Tensor | None]]
+"""`run(tokens, plan, chosen, drawn, written)`: the tokens of a step and the attention's plan of it -> of the rows
+`chosen` (int64; None: all) what the final norm gives, [chosen, hidden]; and of the first `drawn` of those the logits,
+float32 [drawn, columns of the head], from those who compute them in the same call."""
 
 
 def embed(stack: Stack, tokens: Tokens) -> Tensor:

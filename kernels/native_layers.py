@@ -1,4 +1,4 @@
-"""A decoder without its head as one call of cpu/layers.c.
+"""A decoder as one call of cpu/layers.c.
 
 Knows the structs that it reads and the memory that a step needs; order and arithmetic are the kernels'. One call a
 step, or one a layer where somebody has to be told that a layer's keys and values are written.
@@ -39,6 +39,7 @@ class LayersJob(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("pool", "x", "normed", "qkv", "attended", "up", "fed", "scratch")),
         ("chosen", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("ids", "embedding", "places", "final_weight", "final_bias")),
+        *((name, ctypes.c_void_p) for name in ("head", "logits")),
         ("layer_bytes", ctypes.c_int64),
         ("ids_width", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("first", "last", "count")),
@@ -46,7 +47,7 @@ class LayersJob(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("hidden", "activation", "norm_first", "centres")),
         ("eps", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
-        *((name, ctypes.c_int32) for name in ("embedding_is_bf16", "normed_at_last")),
+        *((name, ctypes.c_int32) for name in ("embedding_is_bf16", "normed_at_last", "drawn")),
     ]
 
 
@@ -78,13 +79,15 @@ class NativeLayers:
         self.run = native.functions.cbd_layers
         self.run.argtypes, self.run.restype = [ctypes.POINTER(LayersJob), ctypes.c_int], None
         self.structs = (LayerStruct * len(stack.layers))(*map(_struct, stack.layers))
+        self.head = stack.head if isinstance(stack.head, NativeLinear) else None
         # Others are looked up by torch, and the call takes the rows.
         self.embeds = stack.project_in is None and stack.embedding.dtype in NUMBERS and stack.embedding.is_contiguous()
         layer, last = stack.layers[0], stack.final_norm
         qkv, out, up, down = (cast(NativeLinear, each) for each in (layer.qkv, layer.out, layer.up, layer.down))
         widths = [out.weight.columns, qkv.weight.columns, out.weight.inputs, up.weight.columns, down.weight.inputs]
         self.row_bytes = [_whole_lines(width * stack.pool.itemsize) for width in widths]
-        self.row_bytes.append(_whole_lines(max(each.scratch_bytes for each in (qkv, out, up, down))))
+        products = [each for each in (qkv, out, up, down, self.head) if each is not None]
+        self.row_bytes.append(_whole_lines(max(each.scratch_bytes for each in products)))
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.fixed: dict[str, Any] = {
             "layers": ctypes.addressof(self.structs),
@@ -108,7 +111,9 @@ class NativeLayers:
             weight, bias = _addresses(last)
             self.fixed |= {"normed_at_last": True, "final_weight": weight, "final_bias": bias}
 
-    def __call__(self, tokens: Tokens, plan: NativePlan, chosen: Tensor | None, written: Written | None) -> Tensor:
+    def __call__(
+        self, tokens: Tokens, plan: NativePlan, chosen: Tensor | None, drawn: int, written: Written | None
+    ) -> tuple[Tensor, Tensor | None]:
         job = LayersJob(**self.fixed, attention=plan.job, rows=plan.rows)
         if self.embeds:
             assert isinstance(tokens, SlotTokens)
@@ -120,6 +125,10 @@ class NativeLayers:
         job.normed, job.qkv, job.attended, job.up, job.fed, job.scratch = self._places(plan.rows)
         if chosen is not None:
             job.chosen, job.chosen_rows = chosen.data_ptr(), len(chosen)
+        logits: Tensor | None = None
+        if drawn and self.head is not None:
+            logits = torch.empty(drawn, self.head.weight.columns)
+            job.head, job.logits, job.drawn = self.head.address, logits.data_ptr(), drawn
         if written is None:
             job.first, job.last = 0, job.count
             self.run(job, self.threads)
@@ -128,7 +137,7 @@ class NativeLayers:
                 job.first, job.last = n, n + 1
                 self.run(job, self.threads)
                 written(n)
-        return x if chosen is None else x[: len(chosen)]
+        return x if chosen is None else x[: len(chosen)], logits
 
     def _places(self, rows: int) -> list[int]:
         """Addresses of the step's buffers; what a longer step has needed is kept."""

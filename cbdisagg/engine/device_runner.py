@@ -203,7 +203,10 @@ class DeviceRunner:
         ids = torch.where(step.ids < 0, drawn, step.ids)
         draws, scores = (batch.draws, batch.scores) if batch else ([], [])
         positions = step.plan.positions.clamp(min=0)
-        return self.decoder.forward(Batch(RowTokens(ids, positions), step.plan, step.outputs, draws, scores), written)
+        hidden, _ = self.decoder.forward(
+            Batch(RowTokens(ids, positions), step.plan, step.outputs, draws, scores), written
+        )
+        return hidden
 
     def _drawn(self, logits: Tensor, step: DeviceStep) -> Tensor:
         """Draw, and let each slot remember its token."""

@@ -56,15 +56,21 @@ class Decoder:
             activation=spec.activation,
             norm_first=spec.norm_first,
             final_norm=self._norm(weights.final_norm) if weights.final_norm else None,
+            head=None if self.project_out else self.head,
         )
         self.run_stack = ops.fuse(self.stack) or self.run_operators
 
-    def forward(self, batch: Batch, written: Written | None) -> Tensor:
-        """What the head takes, for the rows `batch.outputs`: [outputs, width]."""
-        x = self.run_stack(batch.tokens, batch.attention, batch.outputs, written)
-        return self.project_out(x) if self.project_out else x
+    def forward(self, batch: Batch, written: Written | None) -> tuple[Tensor, Tensor | None]:
+        """What the head takes, for the rows `batch.outputs`: [outputs, width].
 
-    def run_operators(self, tokens: Tokens, plan: Any, outputs: Tensor | None, written: Written | None) -> Tensor:
+        And the logits of those that draw, if they have come of the same call.
+        """
+        x, logits = self.run_stack(batch.tokens, batch.attention, batch.outputs, len(batch.draws), written)
+        return self.project_out(x) if self.project_out else x, None if logits is None else self._cut(logits)
+
+    def run_operators(
+        self, tokens: Tokens, plan: Any, outputs: Tensor | None, drawn: int, written: Written | None
+    ) -> tuple[Tensor, None]:
         """`RunStack`, one operator at a time: what a fused call has to compute."""
         norm_first, layers = self.spec.norm_first, self.stack.layers
         x = embed(self.stack, tokens)
@@ -75,7 +81,7 @@ class Decoder:
                 written(n)
             chosen = outputs if n == len(layers) - 1 else None
             if chosen is not None and not len(chosen):
-                return x[:0]
+                return x[:0], None
             attended = self.attention.attend(qkv, self.pool[n], plan)
             if chosen is not None:
                 attended, x = attended[chosen], x[chosen]  # nothing reads the other rows any more
@@ -86,11 +92,14 @@ class Decoder:
             x = layer.down(self.activate(layer.up(fed)), residual=x)
             if not norm_first:
                 x = self._normed(x, layer.feed_norm)
-        return self._normed(x, self.stack.final_norm) if self.stack.final_norm else x
+        return self._normed(x, self.stack.final_norm) if self.stack.final_norm else x, None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, width] -> [rows, vocab] in float32; columns of padding ids are cut off."""
-        logits = self.head(hidden, wide=True)
+        """[rows, width] -> [rows, vocab] in float32."""
+        return self._cut(self.head(hidden, wide=True))
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        """Without the columns of padding ids."""
         return logits if logits.shape[1] == self.spec.vocab else logits[:, : self.spec.vocab]
 
     def _heads(self, qkv: Tensor) -> Tensor:

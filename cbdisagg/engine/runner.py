@@ -45,20 +45,23 @@ class TorchRunner:
 
     def _compute(self, slices: Sequence[Slice], push: PushLayer) -> tuple[Sampled, ...]:
         batch = make_batch(slices, self.slots, self.decoder.attention)
-        hidden = self.decoder.forward(batch, pusher(slices, push))
+        hidden, logits = self.decoder.forward(batch, pusher(slices, push))
         results = dict.fromkeys(range(len(slices)), NOTHING)
         for n, first, count in batch.scores:
             scores = score_prompt(self.decoder, self.sampler, self.slots, slices[n], hidden[first : first + count])
             results[n] = Sampled((), prompt_logprobs=scores)
-        for n, drawn in self._draw(batch, slices, hidden):
+        for n, drawn in self._draw(batch, slices, hidden, logits):
             results[n] = Sampled(drawn.ids, drawn.logprobs, results[n].prompt_logprobs)
         return tuple(results.values())
 
-    def _draw(self, batch: Batch, slices: Sequence[Slice], hidden: Tensor) -> list[tuple[int, Sampled]]:
+    def _draw(
+        self, batch: Batch, slices: Sequence[Slice], hidden: Tensor, logits: Tensor | None
+    ) -> list[tuple[int, Sampled]]:
         """(number of the slice, what it drew), after each drawn id has joined its slot."""
         if not batch.draws:
             return []
-        logits = self.decoder.logits(hidden[: len(batch.draws)])
+        if logits is None:
+            logits = self.decoder.logits(hidden[: len(batch.draws)])
         slots = [slices[n].slot for n in batch.draws]
         held = [self.slots[slot] for slot in slots]
         tokens = self.sampler.draw(logits, [each.drawer for each in held], [each.length for each in held])

@@ -19,7 +19,8 @@ INLINE void score_tile(int rows, const struct block *now, const struct block *ne
     vec sum[2][ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) sum[0][r] = sum[1][r] = splat(0.0f);
-    for (int n = key; n < least(key + 32, next->count); n++) prefetch_row(next->keys[n] + next_at, 4 * steps);
+    const int fetched = key + 32 < now->count ? key + 32 : KEYS; /* in the end all others: this block may be short */
+    for (int n = key; n < least(fetched, next->count); n++) prefetch_row(next->keys[n] + next_at, 4 * steps);
     for (int k = 0; k < steps; k += 4) {
         __m512i turned[2][4];
         turn_keys(now->keys + key, at + 4 * k, turned[0]);
@@ -62,6 +63,7 @@ INLINE void value_tile(int rows, const struct block *now, const struct block *ne
             for (int v = 0; v < TILE_VECTORS; v++)
                 sum[r][v] = add_product(weights[r * KEYS + key / 2], (vec)paired[v], sum[r][v], 1);
     }
+    for (int n = now->count; n < next->count; n++) prefetch_row(next->keys[n] + next_at, bytes);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8

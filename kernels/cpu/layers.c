@@ -1,4 +1,4 @@
-/* A decoder without its head, for one step, as one call: the threads meet at barriers instead of being called anew for
+/* A decoder, for one step, as one call: the threads meet at barriers instead of being called anew for
  * each operator, and nothing returns to Python in between, where after a model's weights have gone through the caches
  * each small operator costs 20 to 100 us.
  *
@@ -36,6 +36,8 @@ struct layers {
     const void *embedding; /* [vocab, hidden], float32 or bfloat16; NULL: x is given */
     const void *places;    /* [position, hidden], added; or NULL */
     const void *final_weight, *final_bias;
+    const struct weight *head;
+    float *logits;       /* [drawn, the head's columns] */
     int64_t layer_bytes; /* from one layer of the pool to the next */
     int64_t ids_width;
     int32_t first, last, count; /* of the `count` layers, those from `first` to before `last` */
@@ -44,6 +46,7 @@ struct layers {
     float eps;
     int32_t is_bf16, embedding_is_bf16;
     int32_t normed_at_last; /* by the final norm */
+    int32_t drawn;          /* rows, the first of what comes out, whose logits are wanted */
 };
 
 /* Rounded before the position is added, as operators do it. */
@@ -158,6 +161,17 @@ static void feed(const struct layers *job, const struct layer *layer, const void
     multiply(job, layer->down, job->fed, job->x, job->x, rows, part, team);
 }
 
+/* What comes after the last layer. */
+static void finish(const struct layers *job, int rows, int part, struct team *team) {
+    if (job->normed_at_last) normalise(job, job->final_weight, job->final_bias, job->x, rows, part, team);
+    if (!job->drawn) return;
+    struct product product = {
+        .weight = job->head, .x = job->x, .y = job->logits, .scratch = job->scratch, .rows = job->drawn,
+        .x_stride = job->hidden, .y_stride = job->head->columns, .y_float = 1,
+    };
+    product_part(&product, part, team);
+}
+
 static void layers_part(void *data, int part, struct team *team) {
     const struct layers *job = data;
     if (job->first == 0 && job->embedding) {
@@ -181,8 +195,7 @@ static void layers_part(void *data, int part, struct team *team) {
             feed(job, layer, job->x, rows, part, team);
             normalise(job, layer->feed_weight, layer->feed_bias, job->x, rows, part, team);
         }
-        if (n == job->count - 1 && job->normed_at_last)
-            normalise(job, job->final_weight, job->final_bias, job->x, rows, part, team);
+        if (n == job->count - 1) finish(job, rows, part, team);
     }
 }
 

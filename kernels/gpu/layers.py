@@ -27,7 +27,9 @@ class TritonLayers:
         self.stack = stack
         self.head_dim = stack.pool.shape[-1]
 
-    def __call__(self, tokens: Tokens, plan: StepPlan, chosen: Tensor | None, written: Written | None) -> Tensor:
+    def __call__(
+        self, tokens: Tokens, plan: StepPlan, chosen: Tensor | None, drawn: int, written: Written | None
+    ) -> tuple[Tensor, None]:
         layers, attention, pool = self.stack.layers, self.stack.attention, self.stack.pool
         x = embed(self.stack, tokens)
         normed = _normed(x, layers[0].attention_norm, None)
@@ -39,7 +41,7 @@ class TritonLayers:
                 written(n)
             last = n == len(layers) - 1
             if last and chosen is not None and not len(chosen):
-                return x[:0]
+                return x[:0], None
             attended = attention.attend(qkv, pool[n], plan)
             if last and chosen is not None:
                 attended, x = attended[chosen], x[chosen]  # nothing reads the other rows any more
@@ -47,9 +49,9 @@ class TritonLayers:
             fed = layer.down(silu_mul(layer.up(normed)), residual=x if last else None)
             if last:
                 assert self.stack.final_norm is not None
-                return _normed(fed, self.stack.final_norm, None)
+                return _normed(fed, self.stack.final_norm, None), None
             normed = _normed(fed, layers[n + 1].attention_norm, x)
-        return x
+        raise AssertionError("a decoder without layers")
 
 
 def _normed(x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
