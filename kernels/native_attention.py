@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +23,18 @@ share."""
 MOST_ROWS = 96  # query heads times rows of a tile, and
 MOST_DIM = 256  # elements of a head, for which the kernel has room
 
+SPAN, WHOLE_TILE = 256, 64
+"""Keys of a span, of cpu/attention_tile.h, and the most columns of a tile there."""
+ITEMS_EACH = 4
+"""With fewer items for each thread some would be idle at last, so that they share the spans of items."""
+
 
 class Job(ctypes.Structure):
     """`struct attention` of cpu/attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "layer", "out", "pages", "tiles", "cosines", "sines")),
+        ("spans", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("qkv_stride", "out_stride")),
         *((name, ctypes.c_int32) for name in ("tile_count", "rows", "page_width")),
         *((name, ctypes.c_int32) for name in ("kv_heads", "group", "head_dim", "page_size")),
@@ -64,6 +71,7 @@ class NativeSelfAttention:
         self.width = shape.heads * shape.head_dim
         self.most = max(1, min(TILE_ROWS, MOST_ROWS // self.group))  # rows of a tile
         self.cosines, self.sines = _half_tables(shape)
+        self.spans = np.empty(0, np.float32)
         self.template = Job(
             cosines=_address(self.cosines),
             sines=_address(self.sines),
@@ -86,7 +94,20 @@ class NativeSelfAttention:
         job = Job.from_buffer_copy(self.template)
         job.pages, job.page_width = address(pages), pages.shape[1]
         job.tiles, job.tile_count, job.rows = address(tiles), len(tiles), rows
+        if self.threads > 1 and rows == len(segments):
+            job.spans = self._room_for_spans(segments)
         return NativePlan(job, tiles, pages, rows)
+
+    def _room_for_spans(self, singles: NDArray[np.int32]) -> int | None:
+        """The address of room for what spans come to; None if items are shared."""
+        if len(singles) * self.shape.kv_heads >= ITEMS_EACH * self.threads or singles.item(-1, 2) < SPAN:
+            return None
+        spans = sum(start // SPAN + 1 for start in singles[:, 2].tolist())
+        width = -(-self.shape.head_dim // WHOLE_TILE) * WHOLE_TILE
+        needed = spans * self.shape.kv_heads * self.group * (width + 2)
+        if len(self.spans) < needed:
+            self.spans = np.empty(2 * needed, np.float32)
+        return address(self.spans)
 
     def write(self, qkv: Tensor, layer: Tensor, plan: NativePlan) -> None:
         plan.job.qkv, plan.job.layer = qkv.data_ptr(), layer.data_ptr()
@@ -122,7 +143,7 @@ def _half_tables(shape: Shape) -> tuple[Tensor | None, Tensor | None]:
     return cosines[:, 0, :half].contiguous(), sines[:, 0, half:].contiguous()
 
 
-def address(array: NDArray[np.int32]) -> int:
+def address(array: NDArray[Any]) -> int:
     """Of the first element. `array.ctypes` is ten times slower."""
     found: int = array.__array_interface__["data"][0]
     return found

@@ -11,11 +11,15 @@
  * a running maximum and sum (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; the blocks are
  * those of Dao et al. 2022, "FlashAttention"). Where an item has few rows nothing is packed: attention_few.h.
  *
+ * That goes on for a span of SPAN keys; spans begin anew, and what they come to is put together in their order. So
+ * threads may share the spans of one sequence, as they do where there are too few items for all of them (Dao et al.
+ * 2023, "Flash-Decoding for long-context inference"), and nothing changes.
+ *
  * With AVX-512 a bfloat16 product multiplies pairs: of neighbouring head_dims in Q K^T, of neighbouring keys in P V, so
  * weights are rounded to bfloat16 there, as torch rounds them. Everywhere else the products are in float32.
  *
- * A row's result does not depend on its tile, nor on what is computed beside it: blocks begin at fixed keys, each sum
- * runs over the keys or dimensions in order, and what a mask hides is added as an exact zero.
+ * A row's result does not depend on its tile, nor on what is computed beside it: blocks and spans begin at fixed keys,
+ * each sum runs over the keys or dimensions in order, and what a mask hides is added as an exact zero.
  *
  * The torch form is kernels/attention.py.
  */
@@ -30,17 +34,22 @@
  * weigh 0, and whatever stands there is not looked at. */
 INLINE void weigh(struct scratch *s, int row, int within, int seen, int width, float factor, int pairs) {
     const vec nothing = splat(-INFINITY);
+    struct state *state = &s->span;
     float *scores = s->scores + within * KEYS;
     cell *weights = s->weights + within * KEYS;
+    if (seen <= 0) {
+        memset(weights, 0, sizeof(cell) * KEYS);
+        return;
+    }
     vec score[KEYS / VW], best = nothing, total = splat(0.0f);
 #pragma GCC unroll 16
     for (int v = 0; v < KEYS / VW; v++) {
         score[v] = select_(lane_numbers() < splat((float)(seen - v * VW)), load(scores + v * VW), nothing);
         best = max_(best, score[v]);
     }
-    float before = s->best[row], now = max_lanes(best);
+    float before = state->best[row], now = max_lanes(best);
     now = now > before ? now : before;
-    s->best[row] = now;
+    state->best[row] = now;
 #pragma GCC unroll 16
     for (int v = 0; v < KEYS / VW; v++) {
         score[v] = exp2_((score[v] - splat(now)) * splat(factor));
@@ -51,13 +60,45 @@ INLINE void weigh(struct scratch *s, int row, int within, int seen, int width, f
             store(&weights->number + v * VW, score[v]);
     }
     if (now == before) {
-        s->total[row] += sum_lanes(total);
+        state->total[row] += sum_lanes(total);
         return;
     }
     vec shrunk = exp2_((splat(before) - splat(now)) * splat(factor));
-    s->total[row] = s->total[row] * shrunk[0] + sum_lanes(total);
-    float *sums = s->sums + row * width;
+    state->total[row] = state->total[row] * shrunk[0] + sum_lanes(total);
+    float *sums = state->sums + row * width;
     for (int d = 0; d < width; d += VW) store(sums + d, load(sums + d) * shrunk);
+}
+
+/* After no key. */
+INLINE void forget(struct state *state, int rows, int width) {
+    memset(state->sums, 0, sizeof(float) * (size_t)(rows * width));
+    for (int n = 0; n < rows; n++) state->total[n] = 0.0f, state->best[n] = -INFINITY;
+}
+
+/* A row's state after the keys of `more`, which follow those of `state`. */
+INLINE void put_together(struct state *state, const struct state *more, int row, int width, float factor) {
+    const float *added = more->sums + row * width;
+    float *sums = state->sums + row * width, last = more->best[row], best = state->best[row];
+    if (last == -INFINITY) return; /* it sees none of them */
+    float now = last > best ? last : best;
+    vec kept = exp2_((splat(best) - splat(now)) * splat(factor));
+    vec part = exp2_((splat(last) - splat(now)) * splat(factor));
+    state->best[row] = now;
+    state->total[row] = state->total[row] * kept[0] + more->total[row] * part[0];
+    for (int d = 0; d < width; d += VW) store(sums + d, fma_(load(added + d), part, load(sums + d) * kept));
+}
+
+/* The state of rows to [sums][best][total], and back. */
+INLINE void put_away(const struct state *state, float *to, int rows, int width) {
+    memcpy(to, state->sums, sizeof(float) * (size_t)(rows * width));
+    memcpy(to + rows * width, state->best, sizeof(float) * (size_t)rows);
+    memcpy(to + rows * (width + 1), state->total, sizeof(float) * (size_t)rows);
+}
+
+INLINE void take_out(struct state *state, const float *from, int rows, int width) {
+    memcpy(state->sums, from, sizeof(float) * (size_t)(rows * width));
+    memcpy(state->best, from + rows * width, sizeof(float) * (size_t)rows);
+    memcpy(state->total, from + rows * (width + 1), sizeof(float) * (size_t)rows);
 }
 
 /* --------------------------------------------------------------------------------------------------------- items */
@@ -76,13 +117,13 @@ INLINE void load_queries(const struct attention *job, const struct tile *tile, i
     }
 }
 
-INLINE void store_results(const struct attention *job, const struct tile *tile, int head, const struct scratch *s,
+INLINE void store_results(const struct attention *job, const struct tile *tile, int head, const struct state *state,
                           int from, int is_bf16) {
     int dim = job->head_dim, width = up_to(dim, TILE_COLUMNS);
     for (int n = 0; n < tile->rows * job->group; n++) {
         int64_t row = tile->row + n / job->group, at = (int64_t)(head * job->group + n % job->group) * dim;
-        const float *sums = s->sums + (from + n) * width;
-        float part = 1.0f / s->total[from + n];
+        const float *sums = state->sums + (from + n) * width;
+        float part = 1.0f / state->total[from + n];
         at += row * job->out_stride;
         int d = 0;
         for (; d + VW <= dim; d += VW) store_row(job->out, at + d, load(sums + d) * splat(part), is_bf16);
@@ -102,50 +143,58 @@ INLINE void attend_packed(const struct attention *job, const struct tile *tile, 
         product(some, KEYS, steps, s->query + row * steps, steps, s->keys, KEYS, s->scores, KEYS, 1, pairs);
         for (int n = 0; n < some; n++)
             weigh(s, row + n, n, tile->start + (row + n) / job->group + 1 - first, width, factor, pairs);
-        product(some, width, pairs ? (span + 1) / 2 : span, s->weights, KEYS, s->values, width, s->sums + row * width,
-                width, 0, pairs);
+        product(some, width, pairs ? (span + 1) / 2 : span, s->weights, KEYS, s->values, width,
+                s->span.sums + row * width, width, 0, pairs);
     }
 }
 
-/* KV heads [head, head + heads) of a tile; more than one only if its rows are few. */
+/* KV heads [head, head + heads) of a tile, more than one only if its rows are few; keys [begin, end), whole spans. */
 struct item {
     const struct tile *tile;
-    int head, heads;
+    int head, heads, begin, end;
 };
 
+INLINE int spans_of(const struct tile *tile) { return (tile->start + tile->rows + SPAN - 1) / SPAN; }
+
+INLINE struct item all_keys(const struct tile *tile, int head, int heads) {
+    return (struct item){tile, head, heads, 0, tile ? tile->start + tile->rows : 0};
+}
+
+INLINE float factor_of(const struct attention *job) { return job->scale * 1.44269504f; } /* weights are powers of 2 */
+
+/* The state of its rows after all its keys: in s->span if those are one span, in s->before if they are more. */
 INLINE void attend(const struct attention *job, const struct item *item, const struct item *after, struct scratch *s,
                    int is_bf16) {
     const struct tile *tile = item->tile;
     const int pairs = HAS_PAIRS && is_bf16;
     int dim = job->head_dim, width = up_to(dim, TILE_COLUMNS), steps = pairs ? dim / 2 : dim;
-    int rows = tile->rows * job->group, keys = tile->start + tile->rows;
-    float factor = job->scale * 1.44269504f; /* log2 of e: weights are powers of 2 */
+    int rows = tile->rows * job->group, all = item->heads * rows;
+    float factor = factor_of(job);
     struct block blocks[2];
     for (int h = 0; h < item->heads; h++) load_queries(job, tile, item->head + h, s, h * rows, is_bf16, pairs);
-    memset(s->sums, 0, sizeof(float) * (size_t)(item->heads * rows * width));
-    for (int n = 0; n < item->heads * rows; n++) s->total[n] = 0.0f, s->best[n] = -INFINITY;
-
-    find_block(job, tile, item->head, 0, &blocks[0]);
-    for (int first = 0, turn = 0; first < keys; first += KEYS, turn ^= 1) {
+    find_block(job, tile, item->head, item->begin, &blocks[0]);
+    for (int first = item->begin, turn = 0; first < item->end; first += KEYS, turn ^= 1) {
         const struct block *now = &blocks[turn], *next = &blocks[turn ^ 1];
-        const int last = first + KEYS >= keys;
+        const int last = first + KEYS >= item->end;
         const struct item *then = last ? after : item;
-        find_block(job, then->tile, then->head, last ? 0 : first + KEYS, &blocks[turn ^ 1]);
+        find_block(job, then->tile, then->head, last ? after->begin : first + KEYS, &blocks[turn ^ 1]);
+        if (first % SPAN == 0) forget(&s->span, all, width);
         if (!HAS_PAIRS || !pairs || rows > ROWS) {
             pack(s, now, next, dim, is_bf16, pairs);
             attend_packed(job, tile, first, s, factor, pairs);
-            continue;
         }
 #if CBD_AVX512
-        for (int h = 0; h < item->heads; h++) {
+        for (int h = 0; pairs && rows <= ROWS && h < item->heads; h++) {
             score_few(s, h * rows, rows, now, next, h, steps);
             for (int n = 0; n < rows; n++)
                 weigh(s, h * rows + n, n, tile->start + n / job->group + 1 - first, width, factor, pairs);
             value_few(s, h * rows, rows, now, next, h, dim, width);
         }
 #endif
+        if (item->end - item->begin <= SPAN || (!last && (first + KEYS) % SPAN)) continue;
+        if (first - first % SPAN == item->begin) forget(&s->before, all, width);
+        for (int n = 0; n < all; n++) put_together(&s->before, &s->span, n, width, factor);
     }
-    for (int h = 0; h < item->heads; h++) store_results(job, tile, item->head + h, s, h * rows, is_bf16);
 }
 
 /* How many KV heads of a tile are one item. All of them read a page in one go, which memory is fastest at; as long as
@@ -163,32 +212,72 @@ INLINE int64_t cost(const struct attention *job, const struct tile *tile) {
 }
 
 /* The items whose middle, as costs go, lies in this part of the whole: a run of neighbours. */
-INLINE void attend_part(const struct attention *job, int part, int parts, int is_bf16) {
-    struct scratch scratch;
+INLINE void attend_items(const struct attention *job, struct scratch *s, int part, int parts, int is_bf16) {
     int64_t whole = 0, before = 0;
-    int width = up_to(job->head_dim, TILE_COLUMNS);
-    if (width > job->head_dim) memset(scratch.values, 0, sizeof(cell) * (size_t)(KEYS * width));
     for (int n = 0; n < job->tile_count; n++) whole += cost(job, &job->tiles[n]) * job->kv_heads;
     for (int n = 0; n < job->tile_count; n++) {
         const struct tile *tile = job->tiles + n;
-        const int heads = heads_together(job, tile, parts, is_bf16);
+        const int heads = heads_together(job, tile, parts, is_bf16), rows = tile->rows * job->group;
         const int64_t each = cost(job, tile) * heads;
         for (int head = 0; head < job->kv_heads; head += heads, before += each) {
             if ((2 * before + each) * parts / (2 * whole) != part) continue;
             const int wraps = head + heads == job->kv_heads, ends = wraps && n + 1 == job->tile_count;
-            const struct item item = {tile, head, heads};
-            const struct item after = {ends ? NULL : tile + wraps, wraps ? 0 : head + heads, heads};
-            attend(job, &item, &after, &scratch, is_bf16);
+            const struct item item = all_keys(tile, head, heads);
+            const struct item after = all_keys(ends ? NULL : tile + wraps, wraps ? 0 : head + heads, heads);
+            attend(job, &item, &after, s, is_bf16);
+            const struct state *state = item.end <= SPAN ? &s->span : &s->before;
+            for (int h = 0; h < heads; h++) store_results(job, tile, head + h, state, h * rows, is_bf16);
         }
     }
+}
+
+/* Tiles of one row, so few that their spans are shared: each one's state to job->spans, and then a head's together. */
+INLINE void attend_spans(const struct attention *job, struct scratch *s, int part, struct team *team, int is_bf16) {
+    const int rows = job->group, width = up_to(job->head_dim, TILE_COLUMNS), floats = rows * (width + 2);
+    int64_t begin, end, at = 0, count = 0;
+    for (int n = 0; n < job->tile_count; n++) count += spans_of(job->tiles + n) * job->kv_heads;
+    share(count, part, team->parts, &begin, &end);
+    for (int n = 0; n < job->tile_count; n++)
+        for (int head = 0; head < job->kv_heads; head++)
+            for (int span = 0, spans = spans_of(job->tiles + n); span < spans; span++, at++) {
+                if (at < begin || at >= end) continue;
+                struct item item = all_keys(job->tiles + n, head, 1), after = item;
+                item.begin = span * SPAN, item.end = least(item.end, item.begin + SPAN);
+                after.begin = item.end; /* the next span; behind the last there is none */
+                attend(job, &item, &after, s, is_bf16);
+                put_away(&s->span, job->spans + at * floats, rows, width);
+            }
+    team_barrier(team);
+    share((int64_t)job->tile_count * job->kv_heads, part, team->parts, &begin, &end);
+    at = 0;
+    for (int64_t n = 0; n < end; n++) {
+        const struct tile *tile = job->tiles + n / job->kv_heads;
+        for (int span = 0, spans = spans_of(tile); span < spans; span++, at++) {
+            if (n < begin) continue;
+            if (!span) forget(&s->before, rows, width);
+            take_out(&s->span, job->spans + at * floats, rows, width);
+            for (int row = 0; row < rows; row++) put_together(&s->before, &s->span, row, width, factor_of(job));
+        }
+        if (n >= begin) store_results(job, tile, (int)(n % job->kv_heads), &s->before, 0, is_bf16);
+    }
+}
+
+INLINE void attend_part(const struct attention *job, int part, struct team *team, int is_bf16) {
+    struct scratch scratch;
+    int width = up_to(job->head_dim, TILE_COLUMNS);
+    if (width > job->head_dim) memset(scratch.values, 0, sizeof(cell) * (size_t)(KEYS * width));
+    if (job->spans)
+        attend_spans(job, &scratch, part, team, is_bf16);
+    else
+        attend_items(job, &scratch, part, team->parts, is_bf16);
 }
 
 void attention_part(void *job, int part, struct team *team) {
     const struct attention *attention = job;
     if (attention->is_bf16)
-        attend_part(attention, part, team->parts, 1);
+        attend_part(attention, part, team, 1);
     else
-        attend_part(attention, part, team->parts, 0);
+        attend_part(attention, part, team, 0);
 }
 
 EXPORT void cbd_attention(struct attention *job, int threads) { team_run(attention_part, job, threads); }

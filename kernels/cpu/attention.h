@@ -17,6 +17,8 @@ struct attention {
     const int32_t *pages;     /* [slot, page_width]: the pages of each sequence, in order */
     const struct tile *tiles; /* each row of the step is in one */
     const float *cosines, *sines; /* [position, head_dim / 2]; none: queries and keys are not turned */
+    float *spans; /* of tiles of one row, whose spans are shared: group * (head_dim up to whole tiles + 2) for each span
+                     and KV head; none: items are shared */
     int64_t qkv_stride, out_stride; /* elements from row to row */
     int32_t tile_count, rows, page_width;
     int32_t kv_heads, group, head_dim, page_size; /* `group`: query heads of a KV head */

@@ -91,8 +91,9 @@ INLINE void score_few(struct scratch *s, int row, int rows, const struct block *
 /* Its values, by the weights, to the rows' sums. */
 INLINE void value_few(struct scratch *s, int row, int rows, const struct block *now, const struct block *next, int head,
                       int head_dim, int width) {
+    float *sums = s->span.sums + row * width;
     for (int dim = 0; dim < width; dim += TILE_COLUMNS)
-        WITH_COUNT(rows, value_tile(COUNT, now, next, dim, head, head_dim, s->weights, s->sums + row * width, width))
+        WITH_COUNT(rows, value_tile(COUNT, now, next, dim, head, head_dim, s->weights, sums, width))
 }
 
 #endif

@@ -17,6 +17,7 @@ enum { TILE_VECTORS = 2, HAS_PAIRS = 0 };
 enum {
     TILE_COLUMNS = TILE_VECTORS * VW,
     KEYS = 64,
+    SPAN = 256, /* keys: SPAN of native_attention.py */
     ROWS = 6, /* of a product's register tile */
     MOST_ROWS = 96, /* query heads times rows of a tile */
     MOST_DIM = 256,
@@ -30,14 +31,20 @@ typedef union {
     bf16 pair[2];
 } cell;
 
+/* What some keys come to, for each row: the largest score, the sum of the weights, and the sum of the weighed values,
+ * [row, head_dim rounded up to whole tiles], which is not divided by that of the weights yet. */
+struct state {
+    float sums[MOST_ROWS * MOST_DIM];
+    float best[MOST_ROWS], total[MOST_ROWS];
+};
+
 struct scratch {
     cell query[MOST_ROWS * MOST_DIM]; /* [row, step] */
     cell keys[MOST_DIM * KEYS];       /* [step, key] */
     cell values[KEYS * MOST_DIM];     /* [step, head_dim rounded up to whole tiles] */
     cell weights[ROWS * KEYS];        /* [row, step] */
     float scores[ROWS * KEYS];
-    float sums[MOST_ROWS * MOST_DIM]; /* [row, head_dim rounded up]: the result, before it is divided by `total` */
-    float best[MOST_ROWS], total[MOST_ROWS];
+    struct state span, before; /* of the span at hand, and of all before it */
 } __attribute__((aligned(64)));
 
 /* Where keys [first, first + count) of one KV head lie; the places behind the last repeat it, to a multiple of 16. */

@@ -92,6 +92,42 @@ def test_attention(library: Native, kv_heads: int, group: int, dim: int, page: i
     torch.testing.assert_close(result.double(), step.exact(), rtol=tolerance, atol=tolerance)
 
 
+SPANNED = [(1, 255), (1, 256), (1, 300), (1, 1030), (3, 254), (40, 500), (70, 700)]
+"""About the end of a span of 256 keys."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (2, 1, 24), (1, 9, 128)])
+def test_attention_over_several_spans(library: Native, kv_heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    step = Step(shape_of(kv_heads, group, dim, 16, dtype), SPANNED, seed=dim)
+    step.fill_past()
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    result = step.run(NativeSelfAttention(library, 1, step.shape))
+    torch.testing.assert_close(result.double(), step.exact(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(3, 3, 64), (2, 1, 24), (1, 9, 128)])
+def test_spans_shared_by_threads_give_the_same_bits(
+    library: Native, kv_heads: int, group: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Against one thread, which shares nothing, and against the same token as the last one of a chunk."""
+    shape = shape_of(kv_heads, group, dim, 16, dtype)
+    for parts in ([(1, 256)], [(1, 100), (1, 1030)], [(1, 255), (1, 511), (1, 700)]):
+        step = Step(shape, parts, seed=dim)
+        step.fill_past()
+        alone = step.run(NativeSelfAttention(library, 1, shape))
+        shared = NativeSelfAttention(library, 4, shape)
+        assert shared.plan(step.segments, step.pages).job.spans
+        assert torch.equal(step.run(shared), alone)
+        chunk = Step(shape, [(40, start - 39) for _, start in parts], seed=dim)
+        chunk.history = step.history
+        chunk.qkv = torch.cat([each[-40:] for each in step.history])
+        chunk.fill_past()
+        last = chunk.run(NativeSelfAttention(library, 3, shape))[39::40]
+        assert torch.equal(last, alone)
+
+
 def test_large_scores_and_falling_ones(library: Native) -> None:
     """A maximum that grows from block to block, and one that all the rest is nothing beside."""
     shape = shape_of(1, 1, 8, 16, torch.float32)
