@@ -98,7 +98,8 @@ class Row:
     """One measurement: `ms` is the median of a step, `spread` the distance between its quartiles.
 
     `dram`, `peak`: GB/s and Gop/s measured between its steps. `limit`: the time that they allow over the time taken.
-    `goal`: tokens per second of the reference, scaled; `reached`: the part of it.
+    `scale`: this machine beside the reference, in what bounds the step; `goal`: tokens per second of the reference,
+    scaled; `reached`: the part of it.
     """
 
     phase: str
@@ -112,6 +113,7 @@ class Row:
     dram: float
     peak: float
     limit: float
+    scale: float | None = None
     goal: float | None = None
     reached: float | None = None
 
@@ -303,7 +305,7 @@ def with_goal(row: Row, threads: int) -> Row:
         return row
     streams = row.phase == "decode" and row.batch <= STREAM_BOUND_BATCH
     scale = row.dram / REFERENCE_DRAM[threads] if streams else row.peak / REFERENCE_PEAK[threads][row.dtype]
-    return replace(row, goal=goal * scale, reached=row.tokens_per_s / (goal * scale))
+    return replace(row, scale=scale, goal=goal * scale, reached=row.tokens_per_s / (goal * scale))
 
 
 # -------------------------------------------------------------------------------------------------------- machine
@@ -421,18 +423,19 @@ def _report(rows: list[Row], threads: int, seed: int, model: Path | None, drawn:
 
 def _table(rows: list[Row], threads: int) -> Table:
     """Fits 80 columns."""
-    dram, peak = (statistics.median(getattr(row, name) for row in rows) for name in ("dram", "peak"))
+    peaks = {KINDS[row.dtype].short: row.peak for row in rows}
+    dram, told = statistics.median(row.dram for row in rows), ", ".join(f"{k} {v:.0f}" for k, v in peaks.items())
     table = Table(
-        title=f"{threads} threads; DRAM read {dram:.1f} GB/s, products {peak:.0f} Gop/s",
-        caption="limit: least time for its reads or its arithmetic, over ms; goal: scaled, tok/s",
+        title=f"{threads} threads; DRAM read {dram:.1f} GB/s, products {told} Gop/s",
+        caption="limit: least time for its reads or its arithmetic, over ms; scale: to a goal's machine",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         show_edge=False,
     )
-    for name in ("phase", "path", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "limit", "goal", "of it"):
+    for name in ("phase", "path", "dtype", "ctx", "batch", "ms", "spread", "tok/s", "limit", "scale", "of goal"):
         table.add_column(name, justify="left" if name in ("phase", "path", "dtype") else "right")
     for row in rows:
-        goal = ("", "") if row.reached is None else (f"{row.goal:.0f}", f"{row.reached:.0%}")
+        goal = ("", "") if row.reached is None else (f"{row.scale:.2f}", f"{row.reached:.0%}")
         sizes = (str(row.context), str(row.batch), _digits(row.ms), _digits(row.spread), f"{row.tokens_per_s:.0f}")
         table.add_row(row.phase, row.path, KINDS[row.dtype].short, *sizes, f"{row.limit:.0%}", *goal)
     return table

@@ -79,11 +79,11 @@ def shown(table: object) -> str:
 
 def test_steps_table_fits_a_terminal_of_80_columns() -> None:
     row = step.Row(
-        "prefill", "native", "bfloat16", 32, 1024, 1148.43, 112.31, 12345.0, 65.0, 1114.0, 0.87, 9999.0, 1.24
+        "prefill", "native", "bfloat16", 32, 1024, 1148.43, 112.31, 12345.0, 65.0, 1114.0, 0.87, 0.58, 9999.0, 1.24
     )
     text = shown(step._table([row], 2))
     assert "…" not in text
-    for word in ("prefill", "native", "bf16", "1148", "112", "12345", "spread", "87%", "9999", "124%"):
+    for word in ("prefill", "native", "bf16", "1148", "112", "12345", "spread", "87%", "0.58", "124%"):
         assert word in text
 
 

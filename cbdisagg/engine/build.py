@@ -29,7 +29,6 @@ from cbdisagg.engine.kv import LAYOUT, KvShape, as_pool, pool_tensor
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.engine.specs import read_spec
-from cbdisagg.engine.warm_up import warm_up
 from cbdisagg.engine.weight_files import weight_files
 from cbdisagg.engine.weights import load
 
@@ -140,6 +139,7 @@ def build_device_runner(
     graphs, then of warming up. Raises ModelError as `build_runner` does.
     """
     from cbdisagg.engine.device_runner import DeviceRunner
+    from cbdisagg.engine.warm_up import warm_up
 
     spec = read_spec(folder, cache)
     _check_length(spec, max_len)
