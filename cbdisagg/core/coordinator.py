@@ -150,8 +150,10 @@ class CoordinatorCore:
         return member is not None and member.load is not None and self._is_well(member)
 
     def _is_well(self, member: Member) -> bool:
-        stuck = self._now - max(member.progress_at, self._present_since)
-        return not (member.suspect or member.leaving or stuck > DOUBT_S)
+        if member.suspect or member.leaving:
+            return False
+        recent = self._now - DOUBT_S
+        return member.progress_at >= recent or self._present_since >= recent
 
     def _unlink_from(self, prefill: Address) -> None:
         for pair in self.pairs.values():

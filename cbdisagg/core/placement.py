@@ -147,7 +147,7 @@ class Placement:
     def _place(self, request: Generate, hashes: Sequence[Hash], decision: Decision, cached: int, now: float) -> Effect:
         self.placed[request.id] = Placed(request.submission, decision.decode)
         tokens = (len(request.prompt) + len(request.output)) // 4
-        prefill, decode = (self.workers[end.incarnation] for end in (decision.prefill, decision.decode))
+        prefill, decode = self.workers[decision.prefill.incarnation], self.workers[decision.decode.incarnation]
         missing = tokens - cached
         decode.submit(missing if prefill is decode else 0)
         if prefill is not decode:
