@@ -64,7 +64,8 @@ class Said:
 
 @dataclass(slots=True)
 class Answer:
-    """What one client has seen. Times are of the monotonic clock, in seconds; `times` has one for each event.
+    """What one client has seen. Times are of the monotonic clock, in seconds; `times` has one for each event,
+    `said_at` those of each choice: a second choice waits for its prompt while the first one speaks.
 
     `whole`: it ended as it should. `left`: the client went away first. `refused`: how often it was told to come later.
     """
@@ -76,10 +77,18 @@ class Answer:
     said: dict[int, Said] = field(default_factory=dict)
     usage: dict[str, int] | None = None
     times: list[float] = field(default_factory=list)
+    said_at: dict[int, list[float]] = field(default_factory=dict)
     error: str = ""
     whole: bool = False
     left: bool = False
     refused: int = 0
+
+    def hear(self, event: dict[str, Any], now: float) -> None:
+        """An event of a stream."""
+        self.times.append(now)
+        for choice in event["choices"]:
+            self.said_at.setdefault(choice["index"], []).append(now)
+        self.take(event)
 
     def take(self, body: dict[str, Any]) -> None:
         """A body, or one event of a stream."""

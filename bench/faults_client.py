@@ -77,8 +77,7 @@ class Client:
             if "error" in event:
                 answer.error = f"in the stream: {event['error']['message']}"
                 return
-            answer.times.append(time.monotonic())
-            answer.take(event)
+            answer.hear(event, time.monotonic())
             if not self._stays and len(answer.times) == answer.ask.leave_events:
                 answer.left = True
                 return  # leaving the response unread closes the connection

@@ -1,8 +1,8 @@
 """What a run of `bench faults` has found: how long streams paused, how fast requests were, what went wrong.
 
-Pure: answers, strikes and journals in, figures out. The pause of a stream is the longest silence between two of its
-events that a fault falls into, as its client sees it; only streams count that the struck process was serving just then.
-A silence may begin a little after the fault, with what was on its way: START_S.
+Pure: answers, strikes and journals in, figures out. The pause of a stream is the longest silence between two events of
+one of its choices that a fault falls into, as its client sees it; only streams count that the struck process was
+serving just then. A silence may begin a little after the fault, with what was on its way: START_S.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def silences(answer: Answer) -> list[tuple[float, float]]:
-    return list(pairwise(answer.times))
+    """Between two events of one choice."""
+    return [silence for times in answer.said_at.values() for silence in pairwise(times)]
 
 
 def pauses(answers: Iterable[Answer], strikes: Sequence[Strike], visits: Mapping[int, Sequence[Visit]]) -> list[Pause]:

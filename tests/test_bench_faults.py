@@ -565,7 +565,8 @@ def strike(at: float, name: str = "decode-0", incarnation: int = 5, kind: Any = 
 
 
 def stream(*times: float, began: float = 0.0) -> Answer:
-    return Answer(Ask(3, False, {"stream": True}), "s", began, ended=times[-1] + 0.1, times=list(times))
+    said_at = {0: list(times)}
+    return Answer(Ask(3, False, {"stream": True}), "s", began, times[-1] + 0.1, times=list(times), said_at=said_at)
 
 
 def visit(at: float, incarnation: int, decodes: bool = True, n: int = 0) -> Visit:
@@ -583,6 +584,15 @@ def test_a_pause_is_the_longest_silence_that_begins_with_the_fault() -> None:
     assert not pauses([it], [strike(10.0)], visits), "it has ended"
     (found,) = pauses([it], [strike(5.0, "coordinator", 1)], visits)
     assert (found.cause, found.seconds) == ("coordinator", pytest.approx(5.7))
+
+
+def test_a_choice_that_waits_for_its_prompt_is_not_silent_yet() -> None:
+    it = stream(1.0, 1.1, 1.2, 6.0, 6.1)
+    it.said_at = {0: [1.0, 1.1, 1.2], 1: [6.0, 6.1]}
+    visits = {3: [visit(0.5, 5)]}
+    assert not pauses([it], [strike(1.25)], visits)
+    (found,) = pauses([it], [strike(1.05)], visits)
+    assert found.seconds == pytest.approx(0.1)
 
 
 def test_a_silence_with_several_faults_counts_once() -> None:

@@ -1,4 +1,4 @@
-"""The child processes of a supervisor: how one is started, how it ends, how long to wait before the next start.
+"""The child processes of a supervisor: how one is started and told to end.
 
 A `Child` is a place in the service (a name); an incarnation is one process in it. Knows processes, not protocols.
 """
@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 import time
-from asyncio.subprocess import Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
+from cbdisagg.actors.backoff import BackOff
+from cbdisagg.actors.forks import OPENMP, Nursery
 from cbdisagg.actors.placement import Spot
 from cbdisagg.actors.start import Kind, Start
 from cbdisagg.messages import Address
@@ -24,7 +25,21 @@ from cbdisagg.messages import Address
 Command: TypeAlias = Callable[[Start, Path], Sequence[str]]
 """(start, its file) -> the command line of the child."""
 
-FIRST_DELAY_S, LAST_DELAY_S, HEALTHY_S = 0.1, 10.0, 10.0
+
+class System(Protocol):
+    """A child as the system knows it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int:
+        """What it ended with: its exit status, or minus the signal's number."""
+        ...
+
+    def send_signal(self, signal: signal.Signals, /) -> None: ...
 
 
 class Incarnations:
@@ -39,19 +54,6 @@ class Incarnations:
 
 
 @dataclass(slots=True)
-class BackOff:
-    """Doubles the delay between restarts, from FIRST_DELAY_S to LAST_DELAY_S; HEALTHY_S of life start it anew."""
-
-    delay_s: float = FIRST_DELAY_S
-
-    def after(self, lived_s: float) -> float:
-        if lived_s >= HEALTHY_S:
-            self.delay_s = FIRST_DELAY_S
-        delay, self.delay_s = self.delay_s, min(LAST_DELAY_S, 2 * self.delay_s)
-        return delay
-
-
-@dataclass(slots=True)
 class Child:
     """`up` is the address of the living incarnation, once it has said so; `asked`: its end is wanted.
 
@@ -62,7 +64,7 @@ class Child:
     name: str
     spot: Spot | None = None
     incarnation: int = 0
-    process: Process | None = None
+    process: System | None = None
     up: Address | None = None
     asked: bool = False
     ends: int = 0
@@ -76,23 +78,26 @@ class Child:
     def running(self) -> bool:
         return self.process is not None and self.process.returncode is None
 
-    async def spawn(self, start: Start, command: Command, lifeline: int) -> None:
-        """Start an incarnation. `lifeline` is the read end of a pipe that only this process holds open."""
-        self.incarnation, self.up, self.asked = start.incarnation, None, False
+    async def spawn(self, start: Start, command: Command, lifeline: int, nursery: Nursery | None = None) -> System:
+        """Start an incarnation. `lifeline` is the read end of a pipe that only this process holds open.
+
+        A worker comes from the nursery, if there is one. Raises NotForked.
+        """
+        self.incarnation, self.process, self.up, self.asked = start.incarnation, None, None, False
+        file = start.write()
+        if nursery is not None and start.kind == "worker":
+            self.process = await nursery.fork(file)
+            return self.process
         environment = dict(os.environ)
         if start.kind == "worker":
-            environment["OMP_NUM_THREADS"] = str(start.threads)
-            # By default a waiting thread spins, and takes the core from the one that it waits for: 20 ms instead of
-            # 13 us for a parallel region on a busy machine of two cores.
-            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            # oneDNN keeps code for each shape that it has seen, 1,024 by default and up to a MiB each.
-            environment.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+            environment = OPENMP | environment | {"OMP_NUM_THREADS": str(start.threads)}
         self.process = await asyncio.create_subprocess_exec(
-            *command(start, start.write()),
+            *command(start, file),
             stdin=lifeline,
             env=environment,
             start_new_session=True,  # a terminal sends Ctrl-C to its whole group: we alone stop the children, in order
         )
+        return self.process
 
     def ask(self) -> None:
         """Ask it to leave: a worker gives its requests away first, an api finishes those that run."""
@@ -108,13 +113,3 @@ class Child:
 def own_command(start: Start, file: Path) -> Sequence[str]:
     """This program, as another process; what follows -m is actors/part.py."""
     return (sys.executable, "-m", "cbdisagg.actors.part", start.kind, "--start", str(file))
-
-
-def cause(status: int) -> str:
-    """How a process ended, in words: asyncio gives the negative number of a signal."""
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"

@@ -23,7 +23,9 @@ from typing import Any, Protocol, assert_never
 
 import msgspec
 
-from cbdisagg.actors.children import Child, Command, Incarnations, cause, own_command
+from cbdisagg.actors.backoff import cause
+from cbdisagg.actors.children import Child, Command, Incarnations, own_command
+from cbdisagg.actors.forks import NotForked, Nursery, reap_strays
 from cbdisagg.actors.life import AT_ONCE
 from cbdisagg.actors.mailbox import Mailbox, Place
 from cbdisagg.actors.placement import Spot
@@ -74,7 +76,8 @@ class View(Protocol):
 
 
 class Supervisor:
-    """`client`: the api actor of a calling process, instead of an api child. `command` starts a child.
+    """`client`: the api actor of a calling process, instead of an api child. `command` starts a child, but for workers
+    if there is a `nursery`.
 
     `reload` reads the settings again, from where `config` is from; it raises ConfigError.
     """
@@ -89,6 +92,7 @@ class Supervisor:
         client: Address | None = None,
         command: Command = own_command,
         reload: Callable[[], Config] | None = None,
+        nursery: Nursery | None = None,
     ) -> None:
         self.config, self.folder, self.model, self.client = config, folder, model, client
         self.url = ""
@@ -99,6 +103,7 @@ class Supervisor:
         if client is None:
             self.children.append(Child("api", "api"))
         self._by_name = {child.name: child for child in self.children}
+        self.nursery = nursery
         self._view, self._command, self._reload = view, command, reload
         self._leaving = False
         self._rolling = Rolling(lambda: self._is_whole() and not self._leaving)
@@ -121,6 +126,8 @@ class Supervisor:
                 keepers = [group.create_task(self._keep(child)) for child in self.children]
                 keepers.append(group.create_task(self._rolling.run()))
                 keepers.append(group.create_task(self._starting.run()))
+                if self.nursery is not None:
+                    keepers.append(group.create_task(self.nursery.run(self._lifeline)))
                 try:
                     await asyncio.wait((self._ended,))
                 finally:
@@ -183,13 +190,16 @@ class Supervisor:
         """Start the child, and again each time it ends."""
         while True:
             began = self._loop.time()
-            await child.spawn(self._start_of(child), self._command, self._lifeline)
-            assert child.process is not None
-            if child.kind == "worker":
-                self._starting.begins(child.name, child.incarnation)
-            status = await child.process.wait()
-            self._starting.over(child.incarnation)
-            self._down(child, cause(status))
+            try:
+                process = await child.spawn(self._start_of(child), self._command, self._lifeline, self.nursery)
+            except NotForked as error:
+                self._down(child, str(error))
+            else:
+                if child.kind == "worker":
+                    self._starting.begins(child.name, child.incarnation)
+                status = await process.wait()
+                self._starting.over(child.incarnation)
+                self._down(child, cause(status))
             if self._leaving and child.kind == "api":
                 return self._stop_once()
             if not child.asked:
@@ -226,6 +236,8 @@ class Supervisor:
             child.ends += 1
         child.up = None
         self._tidy(child)
+        if self.nursery is not None:
+            reap_strays()
         self._mailbox.forget(child.incarnation)
         down = PeerDown(child.name, child.incarnation, why, child.kind)
         self._dead.append(down)

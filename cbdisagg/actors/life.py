@@ -86,7 +86,11 @@ class Life:
 def run_child(start: Start, main: Callable[[Life], Awaitable[None]]) -> NoReturn:
     """Run `main` on uvloop until the process's end, and exit. `main` returns when `life.ended` does, or raises."""
     set_up_logging(start.name)
-    _die_with(start)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if start.supervisor_pid:
+        # The others are killed, which nothing can delay; the coordinator is told, for it removes the run folder.
+        signal.signal(ORPHANED, lambda *_: None)  # until the loop takes over, the pipe will tell
+        die_with(start.supervisor_pid, ORPHANED if start.kind == "coordinator" else signal.SIGKILL)
     status, orphaned = 0, False
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -98,6 +102,15 @@ def run_child(start: Start, main: Callable[[Life], Awaitable[None]]) -> NoReturn
     if orphaned:
         shutil.rmtree(start.folder, ignore_errors=True)  # the supervisor was killed; who is left tidies up
     leave(status)
+
+
+def die_with(parent_pid: int, number: signal.Signals) -> None:
+    """Get this signal when the parent dies; if it has died already, end."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        log.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))
+    if os.getppid() != parent_pid:  # it died before the line above
+        leave(0)
 
 
 def leave(status: int) -> NoReturn:
@@ -142,17 +155,3 @@ async def _live(start: Start, main: Callable[[Life], Awaitable[None]]) -> bool:
         # The loop takes its handlers away when it closes; a signal from now on must not cut the tidying up short.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, AT_ONCE, ORPHANED])
     return life.orphaned
-
-
-def _die_with(start: Start) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if not start.supervisor_pid:
-        return
-    # The others are killed, which nothing can delay; the coordinator is told, for it removes the run folder.
-    signal.signal(ORPHANED, lambda *_: None)  # until the loop takes over, the pipe will tell
-    last_will = ORPHANED if start.kind == "coordinator" else signal.SIGKILL
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, int(last_will), 0, 0, 0) != 0:
-        log.warning("prctl(PR_SET_PDEATHSIG) failed: %s", os.strerror(ctypes.get_errno()))
-    if os.getppid() != start.supervisor_pid:  # it died before the line above
-        leave(0)

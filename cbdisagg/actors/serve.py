@@ -21,6 +21,7 @@ from typing import TypeAlias
 import uvloop
 
 from cbdisagg.actors.cores import Cores, usable_cores
+from cbdisagg.actors.forks import Nursery, available
 from cbdisagg.actors.journal import journal_folder, try_folder
 from cbdisagg.actors.launch import ServiceFailed, Supervisor
 from cbdisagg.actors.life import set_up_logging, watch_pipe
@@ -85,7 +86,8 @@ async def _supervise(
     cores = usable_cores()
     spots = place_workers(config.workers, cores)
     view = OperatorView(config, model, cores, spots, status, began)
-    supervisor = Supervisor(config, folder, model, spots, view, client, reload=reload)
+    nursery = Nursery((sys.executable, "-m", "cbdisagg.actors.nursery")) if available() else None
+    supervisor = Supervisor(config, folder, model, spots, view, client, reload=reload, nursery=nursery)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.drain)
@@ -129,6 +131,8 @@ class OperatorView:
         for child in supervisor.children:
             spot = self._spots.get(child.name)
             processes.append(Running(child.name, child.pid, spot.threads if spot else 0, spot.cpus if spot else ()))
+        if supervisor.nursery is not None:
+            processes.append(Running("nursery", supervisor.nursery.pid))
         processes.append(Running("supervisor", os.getpid()))
         return Facts(
             supervisor.url,

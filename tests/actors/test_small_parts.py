@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from cbdisagg.actors.children import BackOff, Incarnations, cause
+from cbdisagg.actors.backoff import BackOff, cause
+from cbdisagg.actors.children import Incarnations
 from cbdisagg.actors.cores import Cores, cpu_quota, usable_cores
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.placement import Spot, place_workers

@@ -241,6 +241,26 @@ async def test_a_decode_worker_is_killed_while_its_streams_run(world: World) -> 
         world.check(task.result())
 
 
+async def test_the_nursery_is_killed_together_with_a_worker(world: World) -> None:
+    """Who could not be forked is, by the next nursery; the other workers do not notice."""
+
+    def nursery() -> psutil.Process:
+        (found,) = (it for it in world.processes.supervisor.children() if "nursery" in it.cmdline())
+        return found
+
+    async with asyncio.TaskGroup() as clients:
+        asked = [clients.create_task(world.ask(ask)) for ask in SHORT]
+        seen = await world.seen("StepDone")
+        old = nursery()
+        old.kill()
+        world.processes.strike(world.process(seen.actor), signal.SIGKILL)
+    for task in asked:
+        world.check(task.result())
+    await world.up()
+    assert nursery().pid != old.pid
+    await world.check_probe()
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_stopped_worker_is_found_out_and_replaced(world: World, role: str) -> None:
     """B077: its requests are taken over, others do not wait for it, and nothing of it is believed later."""

@@ -93,7 +93,7 @@ def ends_without_a_trace(it: Running, signals: list[signal.Signals], status: int
     """Send the signals; then no process is left, and no file of any kind."""
     memory = sorted(os.listdir("/dev/shm"))
     children = psutil.Process(it.process.pid).children(recursive=True)
-    assert len(children) == 4
+    assert len(children) == 5
     for number in signals:
         it.process.send_signal(number)
     assert it.process.wait(30) == status
@@ -149,7 +149,7 @@ def test_what_is_printed_works_as_pasted_and_sigterm_leaves_nothing(short_folder
         (pair,) = it.lines("prefill-0 ->")
         assert pair.startswith("prefill-0 -> decode-0: shm, ")
         assert "1 thread" in it.lines("decode-0 ")[0]
-        names = ("coordinator", "prefill-0", "decode-0", "api")
+        names = ("coordinator", "prefill-0", "decode-0", "api", "nursery")
         assert {it.pid(name) for name in names} == {child.pid for child in psutil.Process(it.process.pid).children()}
         ends_without_a_trace(it, [signal.SIGTERM], 0)
 
