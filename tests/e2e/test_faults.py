@@ -245,7 +245,7 @@ async def test_the_nursery_is_killed_together_with_a_worker(world: World) -> Non
     """Who could not be forked is, by the next nursery; the other workers do not notice."""
 
     def nursery() -> psutil.Process:
-        (found,) = (it for it in world.processes.supervisor.children() if "nursery" in it.cmdline())
+        (found,) = (it for it in world.processes.supervisor.children() if "cbdisagg.actors.nursery" in it.cmdline())
         return found
 
     async with asyncio.TaskGroup() as clients:
