@@ -1,16 +1,15 @@
 """Counts what serving asks the compiler for, on a GPU that is not there; kernels are neither compiled nor run.
 
 A program of its own, for in a process whose kernels are interpreted nobody asks for one. Triton's own hook before each
-compilation says what would be compiled, and answers that it need not be; all that kernels would write is zero. Usage:
-variants.py warm|cold: whether the runner warms up before it serves. Prints JSON: kernels, one name for each variant,
-that were asked for before serving, and in random steps afterwards.
+compilation says what would be compiled, and answers that it need not be; all that kernels would write is zero. Prints
+JSON: kernels, one name for each variant, that were asked for before serving, and in random steps afterwards; by a
+runner that has warmed up ("warm") and by one that has not ("cold").
 """
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from cbdisagg.engine.warm_up import warm_up
 from cbdisagg.messages import Address, Admit, AttemptId, Push, RequestId, Sampling, Slice, StepPlan, pack
 
 PAGE, MAX_LEN, MOST_BATCH, MOST_ROWS = 16, 300, 70, 512
-STEPS = 40
+STEPS = 30
 PLAIN = Sampling(max_tokens=9)
 SAMPLINGS = (PLAIN, Sampling(max_tokens=9, logprobs=1), Sampling(max_tokens=9, presence_penalty=1.0))
 INNER = 80
@@ -74,7 +73,7 @@ def random_step(chance: random.Random) -> tuple[tuple[Admit, ...], tuple[Slice, 
     return tuple(admits), tuple(slices)
 
 
-def serve(warm: bool, asked: list[str]) -> tuple[list[str], list[str]]:
+def serve(warm: bool, asked: list[str]) -> dict[str, list[str]]:
     """What has been asked for before serving, then while serving."""
     spec = spec_of(CONFIG)
     kv = KvShape(spec.layers, spec.kv_heads, spec.head_dim, PAGE, torch.bfloat16)
@@ -98,10 +97,10 @@ def serve(warm: bool, asked: list[str]) -> tuple[list[str], list[str]]:
         runner.run(StepPlan(number, (), admits, (), slices), push)
         runner.run(StepPlan(number, tuple(each.slot for each in admits), (), (), ()), push)
     assert number_of_copies
-    return before, asked[len(before) :]
+    return {"before": before, "serving": asked[len(before) :]}
 
 
-def main(warm: bool) -> None:
+def main() -> None:
     driver.set_active(StubDriver(90))
     empty = torch.empty
     torch.empty = lambda *shape, **how: empty(*shape, **how).zero_()  # no kernel fills it
@@ -115,9 +114,13 @@ def main(warm: bool) -> None:
         return True  # nothing has to be compiled
 
     knobs.runtime.jit_cache_hook = ask
-    before, serving = serve(warm, asked)
-    print(json.dumps({"before": before, "serving": serving}))
+    found = {}
+    for how in ("cold", "warm"):
+        asked.clear()
+        seen.clear()
+        found[how] = serve(how == "warm", asked)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "warm")
+    main()
