@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from cbdisagg_bench.batching_checks import checks
-from cbdisagg_bench.batching_company import QUIET, Company
 from cbdisagg_bench.batching_factors import factors
 from cbdisagg_bench.batching_latency import Latencies
 from cbdisagg_bench.batching_outcome import Report, origin
@@ -27,6 +26,7 @@ from cbdisagg_bench.batching_parts import (
 )
 from cbdisagg_bench.batching_run import Results, run_virtual, run_wall, workloads
 from cbdisagg_bench.batching_systems import ALONE
+from cbdisagg_bench.company import QUIET, Company
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

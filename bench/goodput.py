@@ -20,6 +20,7 @@ import msgspec
 import typer
 import uvloop
 from cbdisagg_bench import goodput_wall
+from cbdisagg_bench.company import Company
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
@@ -150,14 +151,17 @@ def _on_this_machine(
     configs = goodput_wall.systems(settings, settings.targets, usable_cores().at_once)
     columns = (TextColumn("{task.description:>40}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     try:
+        company = Company()
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("runs", total=len(configs) * len(wanted) * rounds)
             work = goodput_wall.measure(configs, wanted, requests, rounds, seed, port, bar, lambda: bar.advance(task))
             found = uvloop.run(work)
     except ServiceFailed as error:
         fail(str(error))
-    told = {**_head(seed), "rounds": rounds, "cells": [goodput_wall.summary(cell) for cell in found]}
-    _hand_out(told, out, js, lambda: Console().print(goodput_wall.table(found, rounds)))
+    company.end()
+    told = {**_head(seed), "rounds": rounds, "others": round(company.others, 3)}
+    told["cells"] = [goodput_wall.summary(cell) for cell in found]
+    _hand_out(told, out, js, lambda: Console().print(goodput_wall.table(found, rounds, company.others)))
 
 
 def _hand_out(told: dict[str, object], out: Path | None, as_json: bool, show: Callable[[], None]) -> None:

@@ -178,13 +178,14 @@ async def _ask(
     return (goodput(answers, aims) or 0) / len(asks), ttft_ms
 
 
-def table(found: Sequence[WallCell], rounds: int) -> Table:
-    """Requests per second that met both targets."""
+def table(found: Sequence[WallCell], rounds: int, others: float) -> Table:
+    """Requests per second that met both targets. `others`: the part of the cores that other processes had."""
     missed = sum(not cell.holds for cell in found)
     caption = (
         f"good requests/s, medians of {rounds} rounds; +-: range of the best one's; to reach: {SHORTFALL} of the "
         f"best, less that range; {missed} of {len(found)} cells miss it (!). TTFT: the policy's median over that of "
-        f"{HALF}, one worker with as many threads as each of the policy's; at the lowest rate, at most {LATER}"
+        f"{HALF}, one worker with as many threads as each of the policy's; at the lowest rate, at most {LATER}. "
+        f"Others had {others:.0%} of the cores."
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
     names = list(found[0].good)

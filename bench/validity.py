@@ -20,6 +20,7 @@ from typing import Annotated
 
 import typer
 from cbdisagg_bench import validity_each
+from cbdisagg_bench.company import QUIET, Company
 from cbdisagg_bench.load_asks import VOCAB, fill
 from cbdisagg_bench.load_client import run as send
 from cbdisagg_bench.load_report import Report, summarise, ttft
@@ -88,10 +89,12 @@ def validity(
         loads = _loads(settings, costs, requests, prompts, outputs, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
+    company = Company()
     try:
         measured = asyncio.run(_measure(config, profile.resolve(), list(loads.values()), runs, seed))
     except ServiceFailed as error:
         fail(str(error))
+    company.end()
     rows: list[Row] = []
     each: list[Each] = []
     for (rate, asks), turns in zip(loads.items(), measured, strict=True):
@@ -100,18 +103,21 @@ def validity(
         firsts = [1e3 * record.ttft_s for record in outcome.records]
         each += compare_each(rate, [run.firsts for run in turns], firsts)
     if as_json:
-        print(json.dumps(_told(rows, each, seed), indent=1))
+        print(json.dumps(_told(rows, each, company, seed), indent=1))
     else:
         Console().print(_table(rows, runs))
         Console().print(validity_each.table(each))
+        worth = "" if company.others < QUIET else ": what was measured is not the machine's own"
+        print(f"Others had {company.others:.0%} of the cores{worth}.")
     if not all(one.holds for one in (*rows, *each)):
         raise typer.Exit(1)
 
 
-def _told(rows: Sequence[Row], each: Sequence[Each], seed: int) -> dict[str, object]:
+def _told(rows: Sequence[Row], each: Sequence[Each], company: Company, seed: int) -> dict[str, object]:
     return {
         "command": command(),
         "seed": seed,
+        "others": round(company.others, 3),
         "rows": [asdict(row) | {"off": row.off, "holds": row.holds} for row in rows],
         "each": [asdict(one) | {"holds": one.holds} for one in each],
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from cbdisagg_bench import batching
-from cbdisagg_bench.batching_company import Company
 from cbdisagg_bench.batching_run import Results, run_virtual, workloads
 from cbdisagg_bench.batching_scales import SCALES
+from cbdisagg_bench.company import Company
 from cbdisagg_bench.pictures.batch import draw_roofline
 from msgspec import structs
 
