@@ -33,6 +33,7 @@ class Pages:
         self._back: list[Page] = []  # a heap of free pages that have, all below
         self.readers: dict[Page, int] = {}
         self.writers: dict[Page, AttemptId] = {}
+        self._written: dict[AttemptId, list[Page]] = {}  # the same, by attempt: a pool may have thousands of both
         self.cached: OrderedDict[Page, None] = OrderedDict()  # oldest first: the order of eviction
         self.quarantined: set[Page] = set()
         self.by_hash: dict[Hash, Page] = {}
@@ -61,6 +62,8 @@ class Pages:
             self.readers[page] = 1
             if writer is not None:
                 self.writers[page] = writer
+        if writer is not None:
+            self._written.setdefault(writer, []).extend(taken)
         return taken
 
     def match(self, hashes: Sequence[Hash], most: int) -> list[Page]:
@@ -103,7 +106,7 @@ class Pages:
 
     def settle(self, attempt: AttemptId) -> None:
         """The remote writer `attempt` will not write again: its held pages stay, its quarantined ones are free."""
-        for page in [page for page, writer in self.writers.items() if writer == attempt]:
+        for page in self._written.pop(attempt, ()):
             del self.writers[page]
             if page in self.quarantined:
                 self.quarantined.remove(page)
