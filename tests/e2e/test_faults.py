@@ -406,6 +406,20 @@ async def test_an_api_that_was_killed_is_back_and_its_requests_are_forgotten(wor
     await world.free()
 
 
+async def test_what_is_computed_while_an_api_is_stopped_waits_for_it(world: World) -> None:
+    """Nobody judges an api by its silence: its streams are decoded to their ends meanwhile, and lose nothing."""
+    api, since = world.process("api"), time.monotonic()
+    async with asyncio.TaskGroup() as clients:
+        asked = [clients.create_task(world.ask(ask)) for ask in SHORT]
+        await world.placed(SHORT, since)
+        world.processes.strike(api, signal.SIGSTOP, comes_back=True)
+        await world.seen("Finished")
+        api.send(signal.SIGCONT)
+    for task in asked:
+        world.check(task.result())
+    assert world.process("api") == api
+
+
 # ------------------------------------------------------------------------------------------------------- metrics
 
 
