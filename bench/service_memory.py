@@ -110,9 +110,11 @@ def row_of(process: str, mappings: Iterable[Mapping]) -> Row:
 
 
 def _name(process: psutil.Process) -> str:
-    """That of the start file, which is its last word; the supervisor has none."""
+    """That of the start file, which is its last word; nursery and supervisor have none."""
     words = process.cmdline()
-    return Path(words[-1]).name.partition(".")[0] if "--start" in words else "supervisor"
+    if "--start" in words:
+        return Path(words[-1]).name.partition(".")[0]
+    return "nursery" if any("nursery" in word for word in words) else "supervisor"
 
 
 def _table(rows: Sequence[Row]) -> Table:
