@@ -180,7 +180,7 @@ def test_a_killed_worker_comes_back_and_sigkill_of_the_supervisor_leaves_nothing
         os.kill(old, signal.SIGKILL)
         # The prefill worker may answer alone; --retry: for a moment it may be 503.
         assert complete(it, "The capital of France is")["usage"]["completion_tokens"] == 8
-        until(lambda: [child.pid for child in psutil.Process(it.process.pid).children() if child.pid != old], 4)
+        until(lambda: [child.pid for child in psutil.Process(it.process.pid).children() if child.pid != old], 5)
         assert complete(it, "The capital of France is")["usage"]["completion_tokens"] == 8
         ends_without_a_trace(it, [signal.SIGKILL], -signal.SIGKILL)
 
