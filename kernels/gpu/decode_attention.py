@@ -35,10 +35,13 @@ class Tuning:
     stages: int
 
 
-def tuning(dim: int, itemsize: int) -> Tuning:
-    """What fits the shared memory of every target: two blocks of keys and values take 64 KiB at most."""
+def tuning(dim: int, itemsize: int, rows: int) -> Tuning:
+    """What fits the shared memory of every target: two blocks of keys and values take 64 KiB at most.
+
+    And the registers: the sums of more than 16 rows in float32, spread over four warps, spilled up to 8.4 KB a thread.
+    """
     keys = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 512 else 16
-    return Tuning(keys, warps=4, stages=5)
+    return Tuning(keys, warps=8 if itemsize == 4 and rows > 16 else 4, stages=5)
 
 
 def splits_for(sequences: int, kv_heads: int) -> int:
@@ -162,7 +165,8 @@ def decode_attention(
     int32 [sequences] of the newest tokens; -1 gives zeros. `tables` int32 [pages, >= sequences], pages in order down
     each column. `splits`: programs that share a context, a power of two; 0: as many as fill the device.
     """
-    sequences, tuned = len(out), tuning(heads.dim, qkv.itemsize)
+    sequences, rows = len(out), max(16, triton.next_power_of_2(heads.group))
+    tuned = tuning(heads.dim, qkv.itemsize, rows)
     splits = splits or splits_for(sequences, heads.kv_heads)
     sums, bests, totals = out, out, out
     if splits > 1:
@@ -187,7 +191,7 @@ def decode_attention(
         PAGE=heads.page_size,
         WINDOW=heads.window,
         DIM=heads.dim,
-        ROWS=max(16, triton.next_power_of_2(heads.group)),
+        ROWS=rows,
         KEYS=tuned.keys,
         SPLITS=splits,
         PRECISION=precision(qkv.dtype),
