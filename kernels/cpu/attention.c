@@ -167,7 +167,7 @@ INLINE void attend(const struct attention *job, const struct item *item, const s
                    int is_bf16) {
     const struct tile *tile = item->tile;
     const int pairs = HAS_PAIRS && is_bf16;
-    int dim = job->head_dim, width = up_to(dim, TILE_COLUMNS), steps = pairs ? dim / 2 : dim;
+    int dim = job->head_dim, width = up_to(dim, TILE_COLUMNS);
     int rows = tile->rows * job->group, all = item->heads * rows;
     float factor = factor_of(job);
     struct block blocks[2];
@@ -185,7 +185,7 @@ INLINE void attend(const struct attention *job, const struct item *item, const s
         }
 #if CBD_AVX512
         for (int h = 0; pairs && rows <= ROWS && h < item->heads; h++) {
-            score_few(s, h * rows, rows, now, next, h, steps);
+            score_few(s, h * rows, rows, now, next, h, dim / 2);
             for (int n = 0; n < rows; n++)
                 weigh(s, h * rows + n, n, tile->start + n / job->group + 1 - first, width, factor, pairs);
             value_few(s, h * rows, rows, now, next, h, dim, width);
