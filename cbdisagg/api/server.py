@@ -112,10 +112,15 @@ def make_runner(app: web.Application, config: Config, *, grace_s: float = 1.0) -
 
 
 def _http_log() -> logging.Logger:
-    """For what aiohttp logs itself. Bytes that are no HTTP are a client's doing: one line, not a traceback."""
+    """For what aiohttp logs itself. Bytes that are no HTTP are a client's doing: one line, not a traceback.
+
+    Of a client that left while it was written to nothing more is said: the line of its request says it all.
+    """
 
     def shorten(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionResetError):
+            return False
         if isinstance(error, HttpProcessingError):
             record.msg, record.args = "not HTTP, or too large: %s", (shown(error.message),)
             record.exc_info = None

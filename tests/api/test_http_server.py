@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 
+import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,6 +14,7 @@ from cbdisagg.api.errors import ErrorBody
 from cbdisagg.api.fake import FakeClient
 from cbdisagg.api.schemas_responses import ModelEntry, ModelList, Tokenized
 from cbdisagg.api.server import HANDLERS
+from cbdisagg.api.sse import EventStream
 from cbdisagg.config import Config, Limits, Targets
 from cbdisagg.messages import ERROR_BOUNDS, Address, Counters, Finish, Load, Stats
 
@@ -164,6 +166,22 @@ async def test_large_headers_are_refused_by_status(serve, caplog):
     assert len(own) == 2
     assert all(record.levelname == "WARNING" and record.exc_info is None for record in own)
     assert all(len(record.getMessage()) < 200 for record in own)
+
+
+async def test_a_client_that_left_while_it_was_written_to_is_one_line(serve, monkeypatch, caplog):
+    """Whoever goes at that moment is no error of ours: 40 tracebacks in a soak of 20,000 requests were."""
+
+    async def gone(*_: object) -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    caplog.set_level("INFO")
+    http = await serve(FakeClient(ending))
+    monkeypatch.setattr(EventStream, "send", gone)
+    async with http.session.post(http.url + PATH, json={"prompt": "rain", "stream": True}) as response:
+        await response.read()
+    assert [record.exc_info for record in caplog.records if record.exc_info] == []
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "cbdisagg.api.access")
+    assert "status=499" in line
 
 
 async def test_metrics_of_sequences(serve, tokenizer):
