@@ -156,11 +156,18 @@ class Nursery:
                     if not line:
                         return
                     if int(line):
-                        answer.set_result(Forked(int(line)))
+                        _give(answer, Forked(int(line)))
                 finally:
                     _refuse(answer, "the nursery has forked nothing")
         except (OSError, TimeoutError):
             _kill(process)
+
+
+def _give(answer: asyncio.Future[Forked], worker: Forked) -> None:
+    if answer.done():  # whoever had asked is ending, and would never know of it
+        worker.send_signal(signal.SIGKILL)
+    else:
+        answer.set_result(worker)
 
 
 def _refuse(answer: asyncio.Future[Forked], why: str) -> None:

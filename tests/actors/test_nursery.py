@@ -115,6 +115,19 @@ async def test_workers_outlive_the_nursery_and_the_next_one_forks(tmp_path: Path
         assert await old.wait() == -signal.SIGKILL
 
 
+async def test_a_worker_that_nobody_waits_for_any_more_is_killed(tmp_path: Path) -> None:
+    async with running() as nursery:
+        assert await (await nursery.fork(order(tmp_path, "a", "exit 0"))).wait() == 0
+        os.kill(nursery.pid, signal.SIGSTOP)
+        file = order(tmp_path, "b", "wait")
+        asked = asyncio.ensure_future(nursery.fork(file))
+        await asyncio.sleep(0)  # the order is on its way
+        asked.cancel()
+        os.kill(nursery.pid, signal.SIGCONT)
+        assert await (await nursery.fork(order(tmp_path, "c", "exit 3"))).wait() == 3, "the nursery goes on"
+        await until(lambda: not any(str(file) in _words(child) for child in psutil.Process().children()))
+
+
 async def test_a_nursery_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "ANSWER_S", 0.3)
     async with running() as nursery:
