@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from cbdisagg.actors.backoff import BackOff
-from cbdisagg.actors.forks import OPENMP, Nursery
+from cbdisagg.actors.forks import Nursery, computing
 from cbdisagg.actors.placement import Spot
 from cbdisagg.actors.start import Kind, Start
 from cbdisagg.messages import Address
@@ -88,13 +87,10 @@ class Child:
         if nursery is not None and start.kind == "worker":
             self.process = await nursery.fork(file)
             return self.process
-        environment = dict(os.environ)
-        if start.kind == "worker":
-            environment = OPENMP | environment | {"OMP_NUM_THREADS": str(start.threads)}
         self.process = await asyncio.create_subprocess_exec(
             *command(start, file),
             stdin=lifeline,
-            env=environment,
+            env=computing(start.threads) if start.kind == "worker" else None,
             start_new_session=True,  # a terminal sends Ctrl-C to its whole group: we alone stop the children, in order
         )
         return self.process

@@ -29,13 +29,18 @@ log = logging.getLogger(__name__)
 PR_SET_CHILD_SUBREAPER = 36
 START_S, ANSWER_S = 120.0, 20.0
 """A nursery that imports longer than the first, or takes longer than the second to fork, is killed."""
-OPENMP = {
+LIBRARIES = {
     # By default a waiting thread spins, and takes the core from the one that it waits for: 20 ms instead of 13 us for a
     # parallel region on a busy machine of two cores.
     "OMP_WAIT_POLICY": "PASSIVE",
     # oneDNN keeps code for each shape that it has seen, 1,024 by default and up to a MiB each.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
+
+
+def computing(threads: int) -> dict[str, str]:
+    """The environment of a process that computes; what ours says of LIBRARIES goes before."""
+    return LIBRARIES | os.environ | {"OMP_NUM_THREADS": str(threads)}
 
 
 class NotForked(Exception):
@@ -126,7 +131,7 @@ class Nursery:
                 *("--channel", str(theirs.fileno()), "--supervisor-pid", str(os.getpid())),
                 stdin=lifeline,
                 pass_fds=(theirs.fileno(),),
-                env=OPENMP | os.environ | {"OMP_NUM_THREADS": "1"},  # a worker's steps set their own number
+                env=computing(1),  # a worker's steps set their own number
                 start_new_session=True,
             )
         self.pid, self._was_ready = process.pid, False
