@@ -15,15 +15,16 @@ import asyncio
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import stat
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
 
+from cbdisagg.actors.runfolder import remove_folder
 from cbdisagg.actors.start import Start
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def run_child(start: Start, main: Callable[[Life], Awaitable[None]]) -> NoReturn
         log.critical("%s has crashed", start.name, exc_info=True)
         status = 1
     if orphaned:
-        shutil.rmtree(start.folder, ignore_errors=True)  # the supervisor was killed; who is left tidies up
+        remove_folder(Path(start.folder))  # the supervisor was killed; who is left tidies up
     leave(status)
 
 

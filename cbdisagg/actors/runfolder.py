@@ -6,6 +6,7 @@ with the supervisor however it ends, so the next start can tell the folders of t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -29,7 +30,7 @@ class RunFolder:
         unfinished.rename(self.path)
 
     def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_folder(self.path)
         self.release()
 
     def release(self) -> None:
@@ -39,12 +40,20 @@ class RunFolder:
             self._lock = -1
 
 
+def remove_folder(folder: Path) -> None:
+    """The lock goes last: if whoever removes is killed meanwhile, the next start knows the rest for one of ours."""
+    with contextlib.suppress(OSError):  # gone, or others remove it too
+        for entry in [entry for entry in folder.iterdir() if entry.name != LOCK]:
+            entry.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep(parent: Path | None = None) -> list[Path]:
     """Remove the run folders whose supervisors are dead; returns them. Those of other users are left alone."""
     swept = []
     for folder in sorted(Path(parent or tempfile.gettempdir()).glob(f"{PREFIX}*")):
         if _abandoned(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             swept.append(folder)
     return swept
 

@@ -192,6 +192,28 @@ def test_run_folders_of_the_dead_are_swept_and_others_are_not(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [tmp_path / "cbdisagg-notes"]
 
 
+def test_what_a_killed_remover_leaves_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sockets without a lock lay there for ever: nobody could tell whose they had been."""
+    dead = RunFolder(tmp_path)
+    for name in ("a", "m", "z"):
+        (dead.path / name).touch()
+    unlink, left = Path.unlink, 2
+
+    def dies(self: Path, missing_ok: bool = False) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        unlink(self, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", dies)
+        dead.remove()
+    dead.release()
+    assert sweep(tmp_path) == [dead.path]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_start_files_come_back_as_written(tmp_path: Path) -> None:
     start = Start("worker", "decode-0", 5, SUPERVISOR, 10, str(tmp_path), "/model", "decode", 2, (0, 1))
     write_config(Config(), tmp_path)
