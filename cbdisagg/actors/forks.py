@@ -27,8 +27,9 @@ from cbdisagg.actors.nursery import READY
 log = logging.getLogger(__name__)
 
 PR_SET_CHILD_SUBREAPER = 36
-START_S, ANSWER_S = 120.0, 20.0
-"""A nursery that imports longer than the first, or takes longer than the second to fork, is killed."""
+START_S, ANSWER_S = 120.0, 5.0
+"""A nursery that imports longer than the first, or takes longer than the second to fork, which is a thing of
+milliseconds, is killed."""
 LIBRARIES = {
     # By default a waiting thread spins, and takes the core from the one that it waits for: 20 ms instead of 13 us for a
     # parallel region on a busy machine of two cores.

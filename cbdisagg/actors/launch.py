@@ -228,11 +228,12 @@ class Supervisor:
         return start
 
     def _down(self, child: Child, why: str) -> None:
-        """The process has been reaped: that is evidence, and everyone who is told may rely on it."""
+        """The process has been reaped, or there was none: that is evidence, and everyone who is told may rely on it."""
         if child.asked:
             log.info("%s (pid %d) has left: %s", child.name, child.pid, why)
         else:
-            log.warning("%s (pid %d) ended: %s; it is started again", child.name, child.pid, why)
+            what = f"(pid {child.pid}) ended" if child.process is not None else "could not be started"
+            log.warning("%s %s: %s; it is started again", child.name, what, why)
             child.ends += 1
         child.up = None
         self._tidy(child)

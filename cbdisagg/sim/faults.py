@@ -48,7 +48,7 @@ def _fault(words: list[str]) -> Fault:
     if kind not in get_args(Kind):
         raise ValueError(f"{kind!r} is not one of {', '.join(get_args(Kind))}")
     if kind == "slow" and len(words) == 3:
-        raise ValueError("slow needs a factor")
+        raise ValueError("slow needs a factor, as in 12.5 slow decode-0 2")
     if not (0 <= at_s < math.inf and 0 < factor < math.inf):
         raise ValueError("a time from 0 up and a factor above 0 are needed")
     if kind != "kill" and target == COORDINATOR:
