@@ -1,7 +1,8 @@
 """The supervisor's side of the nursery: keeps one running, has workers forked by it, and reaps what it has forked.
 
 Linux alone can do this: a process that asks for it becomes the parent of its descendants' orphans, and a descriptor
-tells the end of a process of any kind. Elsewhere, and where a sandbox forbids it, workers are executed (`available`).
+tells the end of a process of any kind. Elsewhere, where a sandbox forbids it, and without setproctitle, by which a
+worker gets a command line of its own, workers are executed (`available`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from asyncio import StreamReader, StreamWriter
 from asyncio.subprocess import Process
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -49,8 +51,12 @@ class NotForked(Exception):
 
 
 def available() -> bool:
-    """Whether this process can be the parent of what another forks; it is, from then on."""
-    if sys.platform != "linux":
+    """Whether this process can be the parent of what another forks; it is, from then on.
+
+    Not without setproctitle: workers of the nursery's command line would be told apart by nobody, neither operators nor
+    `bench faults`.
+    """
+    if sys.platform != "linux" or find_spec("setproctitle") is None:
         return False
     try:
         os.close(os.pidfd_open(os.getpid()))

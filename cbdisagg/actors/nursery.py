@@ -24,8 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from setproctitle import setproctitle, setthreadtitle
-
 from cbdisagg.actors.life import die_with, leave
 
 log = logging.getLogger(__name__)
@@ -35,8 +33,10 @@ READY = b"ready\n"
 
 def main() -> NoReturn:
     """`python -m cbdisagg.actors.nursery --channel N --supervisor-pid N`, as forks.Nursery starts it."""
+    import setproctitle  # noqa: F401  # as the next two: all that a worker needs, torch above all
+
     import cbdisagg.actors.worker
-    import cbdisagg.engine.build  # noqa: F401  # all that a worker needs, torch above all
+    import cbdisagg.engine.build  # noqa: F401
     from cbdisagg.actors.part import run_part
 
     _, _, channel, _, supervisor_pid = sys.argv
@@ -95,6 +95,8 @@ def _fork(file: Path, channel: socket.socket, become: Callable[[Path], object]) 
 
 def _begin(file: Path, become: Callable[[Path], object]) -> NoReturn:
     """In the worker: a session and a title as if it had been executed."""
+    from setproctitle import setproctitle, setthreadtitle
+
     os.setsid()
     setproctitle(f"{sys.executable} -m cbdisagg.actors.part worker --start {file}")
     setthreadtitle(file.name.partition(".")[0])  # "decode-0", in top

@@ -95,6 +95,14 @@ async def test_how_a_worker_ends_is_seen(tmp_path: Path, words: str, status: int
         assert await second.wait() == 5, "the nursery has not become that worker"
 
 
+def test_without_setproctitle_workers_are_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would all have the nursery's command line; nobody else needs it, the supervisor least of all."""
+    monkeypatch.setitem(sys.modules, "setproctitle", None)
+    assert not available()
+    command = "import sys; sys.modules['setproctitle'] = None; import cbdisagg.actors.serve, cbdisagg.actors.worker"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
 async def test_many_at_once(tmp_path: Path) -> None:
     async with running() as nursery:
         files = [order(tmp_path, f"w-{n}", f"exit {n}") for n in range(8)]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
+import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,29 @@ from rich.console import Console
 from cbdisagg.engine.families import weights_of
 from cbdisagg.engine.specs import read_spec
 from cbdisagg.engine.weights import load
+
+ROOT = Path(__file__).parents[2]
+ON_A_GPU_MACHINE = {
+    *("torch", "triton", "transformers", "aiohttp", "uvloop", "jinja2", "prometheus_client"),
+    *("numpy", "tokenizers", "safetensors", "huggingface_hub"),  # which come with transformers
+}
+BROUGHT_FOR_OTHERS = {"click", "shellingham", "markdown-it-py", "mdurl", "pygments"}
+"""What typer and rich need; pip is told to resolve nothing."""
+
+
+def test_what_is_brought_to_a_gpu_machine_is_all_that_it_lacks() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (command,) = re.findall(
+        r"pip install --target gpu-site --no-deps --only(?:.*\\\n)+.*", (ROOT / "bench/README.md").read_text()
+    )
+    words = shlex.split(command)
+    brought = {_name(word) for word in words[words.index("pyzmq") :]}
+    needed = {_name(word) for word in project["dependencies"]}
+    assert brought == needed - ON_A_GPU_MACHINE | BROUGHT_FOR_OTHERS
+
+
+def _name(requirement: str) -> str:
+    return re.split("[<>=;]", requirement)[0]
 
 
 def test_limits_are_for_all_parts_and_keep_to_five_minutes() -> None:
