@@ -187,26 +187,17 @@ def _groups(config: Config, cpus: Collection[int]) -> Iterator[Problem]:
 
 def _devices(config: Config) -> Iterator[Problem]:
     """Which workers are on GPUs, and what of the rest goes with that."""
-    shares: dict[str, float] = {}
     for index, group in enumerate(config.workers):
-        key = f"workers.{index}"
         if not re.fullmatch(r"cpu|cuda:(0|[1-9][0-9]?)", group.device):
-            yield Problem(f"{key}.device", group.device, 'must be "cpu" or a GPU, as "cuda:0"')
-        if group.device == "cpu" and group.memory_fraction:
-            yield Problem(f"{key}.memory_fraction", group.memory_fraction, "is for GPUs; on a CPU set [kv] memory_mb")
-        if not 0 <= group.memory_fraction <= 1:
-            yield Problem(f"{key}.memory_fraction", group.memory_fraction, "must be from 0 (shared evenly) to 1")
-        shares[group.device] = shares.get(group.device, 0.0) + group.count * group.memory_fraction
-        if group.device != "cpu" and shares[group.device] > 1:
-            text = f"the workers on {group.device} would take {shares[group.device]:.2f} of its memory; at most 1"
-            yield Problem(f"{key}.memory_fraction", group.memory_fraction, text)
+            yield Problem(f"workers.{index}.device", group.device, 'must be "cpu" or a GPU, as "cuda:0"')
     kinds = {group.device.partition(":")[0] for group in config.workers}
     if len(kinds) > 1:
         first = config.workers[0].device
         index, other = next((n, each.device) for n, each in enumerate(config.workers) if each.device[:3] != first[:3])
         text = f'other workers are on "{first}", another kind of device: pages of one mean nothing to the other'
         yield Problem(f"workers.{index}.device", other, text)
-    elif kinds == {"cpu"} and config.model.dtype == "float16":
+    yield from _memory_fractions(config)
+    if kinds == {"cpu"} and config.model.dtype == "float16":
         yield Problem("model.dtype", "float16", 'is for GPUs; CPUs compute "bfloat16" and "float32"')
     elif kinds == {"cuda"} and config.model.weights == "int8":
         yield Problem("model.weights", "int8", 'is for CPUs; on GPUs only "same" is there')
@@ -214,6 +205,20 @@ def _devices(config: Config) -> Iterator[Problem]:
         yield Problem("transfer.kind", "cuda_ipc", 'is for GPUs; on CPUs there are "shm" and "zmq"')
     if kinds == {"cuda"} and config.transfer.kind == "shm":
         yield Problem("transfer.kind", "shm", 'is for CPUs; on GPUs there are "cuda_ipc" and "zmq"')
+
+
+def _memory_fractions(config: Config) -> Iterator[Problem]:
+    shares: dict[str, float] = {}
+    for index, group in enumerate(config.workers):
+        key = f"workers.{index}.memory_fraction"
+        if group.device == "cpu" and group.memory_fraction:
+            yield Problem(key, group.memory_fraction, "is for GPUs; on a CPU set [kv] memory_mb")
+        if not 0 <= group.memory_fraction <= 1:
+            yield Problem(key, group.memory_fraction, "must be from 0 (shared evenly) to 1")
+        shares[group.device] = shares.get(group.device, 0.0) + group.count * group.memory_fraction
+        if group.device != "cpu" and shares[group.device] > 1:
+            text = f"the workers on {group.device} would take {shares[group.device]:.2f} of its memory; at most 1"
+            yield Problem(key, group.memory_fraction, text)
 
 
 def _pinning(config: Config, cpus: Collection[int]) -> Iterator[Problem]:

@@ -87,6 +87,8 @@ REFUSED = {
     "from 0 (shared evenly) to 1",
     "[[workers]]\nrole = 'any'\n[[workers]]\ndevice = 'cuda:0'": 'x.toml: [workers.1] device = "cuda:0": other workers '
     'are on "cpu", another kind of device: pages of one mean nothing to the other',
+    "[[workers]]\ndevice = 'cuda:0'\n[[workers]]\ndevice = 'cpu'\nmemory_fraction = 0.5": "x.toml: [workers.1] device "
+    '= "cpu": other workers are on "cuda:0", another kind of device: pages of one mean nothing to the other',
     "[model]\ndtype = 'float16'": 'x.toml: [model] dtype = "float16": is for GPUs; CPUs compute '
     '"bfloat16" and "float32"',
     "[model]\nweights = 'int8'\n[[workers]]\ndevice = 'cuda:0'": 'x.toml: [model] weights = "int8": is for CPUs; on '
