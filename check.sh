@@ -18,7 +18,7 @@ SECONDS=0
 step "format" ruff format --check .
 step "lint" ruff check .
 step "types" mypy
-step "tests" python -m pytest -m "not slow and not gpu" "$@"
+step "tests" python -m pytest -m "not slow" "$@"
 
 if ((${#failed[@]})); then
     printf -v list '; %s' "${failed[@]}"

@@ -24,7 +24,7 @@ def run(chosen: InstructionSet, *names: str) -> None:
     if not chosen.needs <= cpu_features():
         pytest.skip(f"this CPU has no {chosen.name}")
     files = [str(HERE / f"test_{name}.py") for name in names]
-    command = [sys.executable, "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", "-o", "addopts=", *files]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *files]
     environment = os.environ | {"CBDISAGG_NATIVE": chosen.name}
     options = ["--strict-markers", "--import-mode=importlib", "-q", f"--rootdir={HERE.parents[1]}"]
     done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True, cwd=HERE.parents[1])
