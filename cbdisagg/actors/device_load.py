@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cbdisagg.actors.start import Start
 from cbdisagg.config import Config, ConfigError
@@ -21,9 +22,14 @@ from cbdisagg.transfer.cuda_driver import CudaDriver
 from cbdisagg.transfer.cuda_ipc import Copier
 from cbdisagg.transfer.cuda_pool import DevicePool, DeviceRange, create_device_pool
 
+if TYPE_CHECKING:
+    import torch
+
 LOADED = 0.2
 STAGES = {"capturing graphs": (0.7, 0.9), "warming up": (0.9, 1.0)}
 """Where on the way from 0 to 1 weights begin to be read, and what follows begins and ends."""
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch's allocator, cuBLAS and Triton's launcher say; they have no class of errors in common but RuntimeError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +50,6 @@ def load_on_device(start: Start, config: Config, me: Address, progress: Callable
 
 
 def _load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> OnDevice:
-    import torch
-
     from cbdisagg.engine.build import build_device_runner, describe, weight_bytes
     from cbdisagg.engine.device import open_device
     from cbdisagg.engine.page_copier import KernelCopier
@@ -76,21 +80,33 @@ def _load(start: Start, config: Config, me: Address, progress: Callable[[str, fl
             cache=cache,
             progress=partial(_advance, progress),
         )
-    except torch.OutOfMemoryError:
+        copier = KernelCopier(
+            device.torch_device, page_bytes, at=partial(memory_at, device.torch_device), on=device.queueing_on
+        )
+        copier.warm_up(pool.layer(0), pool.stream)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
         kv = pages * model.layers * page_bytes
         raise ConfigError(
             f"{where}: {weights / 2**30:.1f} GiB of weights and what a step needs find no room "
             f"beside {kv / 2**30:.1f} GiB of KV cache and what others have there: lower workers.N.memory_fraction, "
             "kv.memory_mb or kv.pages, scheduler.token_budget or scheduler.max_batch, or serve a smaller model"
-        ) from None
-    copier = KernelCopier(
-        device.torch_device,
-        page_bytes,
-        at=lambda address, nbytes: torch.as_tensor(DeviceRange(address, (nbytes,)), device=device.torch_device),
-        on=device.queueing_on,
-    )
-    copier.warm_up(pool.layer(0), pool.stream)
+        ) from error
     return OnDevice(runner, pool, copier, model.fingerprint, max_len)
+
+
+def memory_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes]: that memory itself, as `device` sees it. Raises LinkFailed if torch takes a copy instead.
+
+    It may lie on another device, a peer's: some versions of torch bring what they are told to be here over here.
+    """
+    import torch
+
+    found = torch.as_tensor(DeviceRange(address, (nbytes,)), device=device)
+    if found.data_ptr() != address:
+        raise LinkFailed(f"torch {torch.__version__} copies a peer's memory that it should view")
+    return found
 
 
 def _advance(progress: Callable[[str, float], None], stage: str, fraction: float) -> None:

@@ -94,6 +94,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._stream = torch.cuda.Stream(device)
+        self._others: dict[int, torch.cuda.ExternalStream] = {}  # by handle: a push asks for its stream once a layer
         self._pool: Any = None  # the type of torch.cuda.graph_pool_handle() has no public name
 
     @property
@@ -105,7 +106,9 @@ class CudaDevice:
         return torch.cuda.stream(self._stream)
 
     def queueing_on(self, stream: int) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device))
+        if (other := self._others.get(stream)) is None:
+            other = self._others[stream] = torch.cuda.ExternalStream(stream, self.torch_device)
+        return torch.cuda.stream(other)
 
     def mark(self) -> Mark:
         return _CudaMark(self._stream)

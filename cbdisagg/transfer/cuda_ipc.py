@@ -24,10 +24,9 @@ from cbdisagg.transfer.cuda_driver import Driver
 from cbdisagg.transfer.cuda_pool import (
     KIND,
     NONCE_BYTES,
-    OFFSET,
     SCRATCH,
-    SEAT_BYTES,
     TRIAL_BYTES,
+    TRIAL_PAGES,
     DevicePool,
     layer_address,
     seats,
@@ -77,7 +76,7 @@ class CudaIpcLink:
         if not theirs.handle:
             why = f"cannot be shared: {theirs.unshared}" if theirs.unshared else "is not on a GPU"
             raise LinkFailed(f"the KV of {peer.address.name} {why}")
-        if (ours.layers, ours.page_bytes, OFFSET) != (theirs.layers, theirs.page_bytes, theirs.offset):
+        if (ours.layers, ours.page_bytes, ours.offset) != (theirs.layers, theirs.page_bytes, theirs.offset):
             raise LinkFailed(f"the pool of {peer.address.name} has another layout than ours")
         self._me, self._pool, self._copier, self._driver = me, pool, copier, pool.driver
         self._info: PoolInfo = theirs
@@ -100,18 +99,16 @@ class CudaIpcLink:
     def test(self, nbytes: int = 0) -> Opened:
         """Leave a pattern in the peer's pool, and time copies into the room for them; the best counts.
 
-        Both come from this GPU's memory, as pages do, and what is timed is what copies pages. `nbytes` of one copy, at
-        most TRIAL_BYTES; 0: that.
+        The pattern is a page of our pool, and gets there as pages do: what is tested is what will be used. So is what
+        is timed. `nbytes` of one copy, at most TRIAL_BYTES; 0: that.
         """
-        pattern = make_pattern(self._me.incarnation, SEAT_BYTES)
-        here = self._driver.allocate(SEAT_BYTES)
-        try:
-            self._driver.write(here, pattern, self._stream)
-            for seat in seats(self._me.incarnation):
-                self._driver.copy(self._address + seat, here, SEAT_BYTES, self._stream)
-            self._driver.wait(self._driver.mark(self._stream))
-        finally:
-            self._driver.free(here)
+        pattern = make_pattern(self._me.incarnation, self._info.page_bytes)
+        here = self._pool.address + TRIAL_PAGES  # whichever peer is tested, it holds the same
+        self._driver.write(here, pattern, self._stream)
+        targets = seats(self._me.incarnation)
+        copies = self._copier.prepare((0,) * len(targets), targets, self._stream)
+        self._copier.copy(here, self._address + TRIAL_PAGES, copies, self._stream)
+        self._driver.wait(self._driver.mark(self._stream))
         count = (nbytes or TRIAL_BYTES) // self._info.page_bytes
         pages = self._copier.prepare(tuple(range(count)), tuple(range(count)), self._stream)
         best = min(self._timed_copies(pages) for _ in range(TRIALS))

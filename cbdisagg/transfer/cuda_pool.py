@@ -1,9 +1,10 @@
 """A worker's KV memory on a GPU: one allocation, exported once. The counterpart of `MappedPool`.
 
-Knows the layout of the allocation: a header (the nonce; seats for self-tests), room for timed copies, then the pages.
-The bytes of pages can be read and written from the host like those of an array, through page-locked memory: that is for
-peers who cannot write here themselves, and for checksums. A pool that the driver does not export serves in that way
-alone. Life cycle: `create_device_pool` -> peers open and close -> `close`, when nothing uses it any more.
+Knows the layout of the allocation: the nonce; room for timed copies; pages for self-tests, of which the first holds
+what this worker sends and the others are seats that peers copy theirs to; then the KV pages. The bytes of those can be
+read and written from the host like those of an array, through page-locked memory: that is for peers who cannot write
+here themselves, and for checksums. A pool that the driver does not export serves in that way alone. Life cycle:
+`create_device_pool` -> peers open and close -> `close`, when nothing uses it any more.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ from cbdisagg.transfer.cuda_driver import OUT_OF_MEMORY, Driver, DriverError
 
 KIND = "cuda_ipc"
 NONCE_BYTES = 32
-SEAT_BYTES = 4096
-SEATS = 255
 TRIAL_BYTES = 64 << 20
-SCRATCH = (SEATS + 1) * SEAT_BYTES
-OFFSET = SCRATCH + TRIAL_BYTES
+SCRATCH = 4096
+TRIAL_PAGES = SCRATCH + TRIAL_BYTES
+SEATS = 127
 BOUNCE_BYTES = 8 << 20
 
 
@@ -64,7 +64,7 @@ class DevicePool:
         return layer_address(self.address, self.info, layer)
 
     def check_seat(self, peer: Address, probe: Probe) -> Seen:
-        """Is the pattern of `peer` in one of its seats? They are cleared either way."""
+        """Is the pattern of `peer`, one page, in one of its seats? They are cleared either way."""
         found = [zlib.crc32(self._seat(seat).data) for seat in seats(peer.incarnation)]
         self.clear_slot(peer.incarnation)
         if probe.checksum not in found:
@@ -73,18 +73,19 @@ class DevicePool:
 
     def clear_slot(self, incarnation: int) -> None:
         """What a peer has left of its self-test."""
-        with self._stream() as stream:
+        zeros = np.zeros(self.info.page_bytes, np.uint8)
+        with _Brief(self.driver) as stream:
             for seat in seats(incarnation):
-                self.driver.write(self.address + seat, np.zeros(SEAT_BYTES, np.uint8), stream)
+                self.driver.write(self._seat_address(seat), zeros, stream)
 
     def _seat(self, seat: int) -> NDArray[np.uint8]:
-        found = np.empty(SEAT_BYTES, np.uint8)
-        with self._stream() as stream:
-            self.driver.read(found, self.address + seat, stream)
+        found = np.empty(self.info.page_bytes, np.uint8)
+        with _Brief(self.driver) as stream:
+            self.driver.read(found, self._seat_address(seat), stream)
         return found
 
-    def _stream(self) -> _Brief:
-        return _Brief(self.driver)
+    def _seat_address(self, seat: int) -> int:
+        return self.address + TRIAL_PAGES + seat * self.info.page_bytes
 
     def close(self) -> None:
         if self.address:
@@ -179,7 +180,8 @@ def create_device_pool(
     driver: Driver, me: Address, layers: int, pages: int, page_bytes: int, stream: int
 ) -> DevicePool:
     """The pool of worker `me`, its pages not cleared. Raises ConfigError if the device has not that much left."""
-    nbytes = OFFSET + layers * pages * page_bytes
+    offset = TRIAL_PAGES + (1 + SEATS) * page_bytes
+    nbytes = offset + layers * pages * page_bytes
     free, total = driver.memory()
     try:
         address = driver.allocate(nbytes)
@@ -200,7 +202,7 @@ def create_device_pool(
         fd=-1,
         nonce=secrets.token_hex(NONCE_BYTES // 2),
         scratch=SCRATCH,
-        offset=OFFSET,
+        offset=offset,
         layers=layers,
         pages=pages,
         page_bytes=page_bytes,
@@ -217,7 +219,7 @@ def layer_address(address: int, info: PoolInfo, layer: int) -> int:
     return address + info.offset + layer * info.pages * info.page_bytes
 
 
-def seats(incarnation: int) -> list[int]:
-    """Where in a pool an incarnation leaves its test pattern: four places, for others may hit some of them."""
+def seats(incarnation: int) -> tuple[int, ...]:
+    """To which of a pool's pages for self-tests an incarnation copies its pattern: four, for others may hit some."""
     digest: Any = blake2b(incarnation.to_bytes(8, "little"), digest_size=4).digest()
-    return [(1 + byte % SEATS) * SEAT_BYTES for byte in digest]
+    return tuple(dict.fromkeys(1 + byte % SEATS for byte in digest))

@@ -9,23 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cbdisagg_kernels import ops as select
 from cbdisagg_kernels.gpu import decode_attention
 from cbdisagg_kernels.gpu.ops import triton_ops
 
-from cbdisagg.actors import device_load
-from cbdisagg.actors.start import Start
-from cbdisagg.config import Config, ConfigError, Kv, Model
-from cbdisagg.engine import device as device_module
 from cbdisagg.engine.base import Launcher
 from cbdisagg.engine.build import build_runner, describe, weight_bytes
-from cbdisagg.engine.device import HostDevice, open_device
+from cbdisagg.engine.device import HostDevice
 from cbdisagg.engine.device_runner import DeviceRunner
 from cbdisagg.engine.graphs import sizes_up_to
 from cbdisagg.engine.warm_up import warm_up
-from cbdisagg.messages import Address, Admit, Push, Sampling, Slice, StepPlan, pack
-from cbdisagg.transfer.cuda_driver import DriverError
-from cbdisagg.transfer.cuda_fake import FakeDriver
+from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
 
 PAGE, CONTEXT, VOCAB = 8, 96, 200
 
@@ -213,24 +206,6 @@ def test_sizes_of_graphs() -> None:
     assert all(b <= max(2 * a, 1.51 * a) for a, b in zip(sizes_up_to(512), sizes_up_to(512)[1:], strict=False))
 
 
-# ---------------------------------------------------------------------------------------------------------- errors
-
-
-def test_what_cannot_be_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = device_module.torch.cuda
-    monkeypatch.setattr(cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r'device = "cuda:0".*(without CUDA|no NVIDIA GPU)'):
-        open_device("cuda:0")
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"2 GPUs here, cuda:0 to cuda:1"):
-        open_device("cuda:2")
-    monkeypatch.setattr(cuda, "get_device_capability", lambda index: (7, 5))
-    monkeypatch.setattr(cuda, "get_device_name", lambda index: "T4")
-    with pytest.raises(ConfigError, match=r"T4 has compute capability 7\.5; the kernels need 8\.0"):
-        open_device("cuda:1")
-
-
 def test_weights_are_counted_as_they_will_lie_there(twin: Any) -> None:
     """Whatever they are stored in: the folders are in float32, tied heads have a copy of their own."""
     decoder = device_runner(twin, most_batch=1).decoder
@@ -239,41 +214,3 @@ def test_weights_are_counted_as_they_will_lie_there(twin: Any) -> None:
     wide = sum(each.weight.nbytes for each in products)
     assert weight_bytes(twin.folder, "float32") == wide + decoder.stack.embedding.nbytes
     assert weight_bytes(twin.folder, "bfloat16") == wide // 2 + decoder.stack.embedding.nbytes
-
-
-class Broken(FakeDriver):
-    """Of a GPU that has to be reset."""
-
-    def allocate(self, nbytes: int) -> int:
-        raise DriverError("cuMemAlloc_v2", 719, "unspecified launch failure")
-
-
-@pytest.mark.parametrize(
-    ("driver", "kv", "line"),
-    [
-        (FakeDriver, Kv(), r"decode-0 on cuda:0: needs about 1\.. GiB of GPU memory .* raise memory_fraction"),
-        (FakeDriver, Kv(memory_mb=16), r"0\.0 GiB of weights .* beside 0\.0 GiB .*: lower workers\.N\.memory_fraction"),
-        (Broken, Kv(memory_mb=16), r'device = "cuda:0": cuMemAlloc_v2: unspecified launch failure \(719\)'),
-    ],
-)
-def test_what_keeps_a_model_from_a_gpu_is_one_line(
-    llama: Any, driver: Any, kv: Kv, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any, **settings: Any) -> None:
-        raise device_module.torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(device_module, "open_device", lambda name: HostDevice())
-    monkeypatch.setattr(device_load, "CudaDriver", lambda ordinal: driver({}))
-    monkeypatch.setattr("cbdisagg.engine.build.build_device_runner", full)
-    me, config = Address("decode-0", 1, ""), Config(model=Model(dtype="bfloat16"), kv=kv)
-    start = Start("worker", me.name, 1, me, 0, "", str(llama.folder), device="cuda:0", memory_fraction=0.9)
-    with pytest.raises(ConfigError, match=line) as refused:
-        device_load.load_on_device(start, config, me, lambda stage, part: None)
-    assert "\n" not in str(refused.value)
-
-
-def test_a_gpu_gets_the_triton_operators() -> None:
-    device = device_module.torch.device("cuda", 0)
-    assert select.select(device, device_module.torch.float16).name == "triton"
-    with pytest.raises(ValueError, match="int8"):
-        select.select(device, device_module.torch.bfloat16, quantised=True)

@@ -22,7 +22,8 @@ from cbdisagg.transfer.base import LinkFailed
 from cbdisagg.transfer.checksums import damaged_pages, page_checksums
 from cbdisagg.transfer.cuda_driver import OUT_OF_MEMORY, CudaDriver, DriverError
 from cbdisagg.transfer.cuda_fake import FakeDriver
-from cbdisagg.transfer.cuda_pool import OFFSET, SCRATCH, SEAT_BYTES, create_device_pool, seats
+from cbdisagg.transfer.cuda_ipc import RunCopier
+from cbdisagg.transfer.cuda_pool import SEATS, create_device_pool, seats
 from cbdisagg.transfer.select import make_transfer
 
 LAYERS, PAGES, PAGE_BYTES = 3, 20, 512
@@ -64,7 +65,7 @@ class Worker:
     def array(self) -> NDArray[np.uint8]:
         """The pages, as they lie in what stands for the device."""
         whole = self.driver.arrays[self.pool.address]
-        return whole[OFFSET:].reshape(LAYERS, PAGES, PAGE_BYTES)
+        return whole[self.pool.info.offset :].reshape(LAYERS, PAGES, PAGE_BYTES)
 
     def probe(self, peer: WorkerInfo) -> Probe:
         opened = self.transfer.connect(peer)
@@ -220,7 +221,7 @@ def failing(call: str) -> Callable[..., int]:
     ("whose", "call"),
     [
         ("d", "export"),
-        *(("p", call) for call in ("open", "stream", "read", "mark", "wait", "write", "copy", "allocate")),
+        *(("p", call) for call in ("open", "stream", "read", "mark", "wait", "write", "copy")),
     ],
 )
 def test_whatever_call_fails_pages_go_through_the_host_and_it_is_said(
@@ -267,6 +268,20 @@ def test_damaged_and_slow_pairs_are_not_used(new_worker: NewWorker) -> None:
     assert d.transfer.verify(q.address, damaged).kind == ""
 
 
+def test_what_copies_pages_is_what_is_tested(new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be if what the copier takes for the peer's memory were a copy of it."""
+    p, d = new_worker(), new_worker()
+    copies = RunCopier.copy
+
+    def elsewhere(self: RunCopier, source: int, target: int, prepared: Any, stream: int) -> None:
+        astray = np.empty(d.pool.info.offset + (1 + SEATS) * PAGE_BYTES, np.uint8)
+        copies(self, source, astray.ctypes.data, prepared, stream)
+
+    monkeypatch.setattr(RunCopier, "copy", elsewhere)
+    seen = d.transfer.verify(p.address, p.probe(d.info))
+    assert seen.kind == "" and "did not reach" in seen.note
+
+
 def test_patterns_of_several_senders_do_not_hide_each_other(
     new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,8 +290,12 @@ def test_patterns_of_several_senders_do_not_hide_each_other(
     d, senders = new_worker(), [new_worker() for _ in range(6)]
     probes = [p.probe(d.info) for p in senders]
     assert {d.transfer.verify(p.address, probe).kind for p, probe in zip(senders, probes, strict=True)} == {"cuda_ipc"}
+
+
+def test_seats_lie_between_what_is_sent_and_the_pages() -> None:
     places = {seat for incarnation in range(2_000) for seat in seats(incarnation)}
-    assert min(places) >= SEAT_BYTES and max(places) + SEAT_BYTES <= SCRATCH  # never the nonce, never beyond
+    assert places == set(range(1, 1 + SEATS))
+    assert all(len(set(seats(incarnation))) == len(seats(incarnation)) for incarnation in range(2_000))
 
 
 def test_the_host_sees_pages_as_an_array(new_worker: NewWorker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +321,7 @@ def test_too_little_memory_is_said_in_numbers() -> None:
         def allocate(self, nbytes: int) -> int:
             raise DriverError("cuMemAlloc", OUT_OF_MEMORY, "out of memory")
 
-    with pytest.raises(ConfigError, match=r"needs 1,0\d\d MiB \(32 pages\); 100 of the GPU's 100 MiB are free: lower"):
+    with pytest.raises(ConfigError, match=r"needs 1,2\d\d MiB \(32 pages\); 100 of the GPU's 100 MiB are free: lower"):
         create_device_pool(Full({}, 100 << 20), Address("d", 1, ""), 32, 32, 1 << 20, 0)
 
 
