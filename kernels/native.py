@@ -1,9 +1,10 @@
 """The C kernels of `cpu/`: compiled once for this CPU, cached, loaded.
 
 Knows compilers, instruction sets and where libraries are kept; not what the kernels compute. Those who call them
-declare their arguments. Life of a library: its key is a hash of what it is made of -> found shipped beside the sources,
-or in the cache, else compiled into a temporary file there and renamed -> loaded, once per process -> handed torch's
-threads. Workers that start at once may both compile; each renames a whole file.
+declare their arguments. Life of a library: its name is a hash of what it is made of -> found shipped beside the sources
+(ship.py), or in the cache, else compiled there, by one process while others wait, and renamed when it is whole ->
+loaded, once per process -> handed torch's threads. One that cannot be loaded is made anew. A compiler is only looked
+for when there is something to compile, and which one it was is not in the name: a library outlives its compiler.
 
 There is one library for each instruction set, and the best one that the CPU has is taken, so the code inside needs no
 dispatch. Without a compiler, or where it fails, there is no library: one line in the log says why, and the caller takes
@@ -11,11 +12,13 @@ torch's operators instead.
 
 CBDISAGG_NATIVE: 0 switches the kernels off; the name of an instruction set takes that one, if the CPU has it.
 CBDISAGG_CACHE: where libraries are kept, under native/; without it, where prepared models are.
+CC: the compiler, if one is needed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import platform
@@ -23,8 +26,10 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -85,8 +90,7 @@ def native() -> Native | None:
     if wanted == "0":
         return None
     try:
-        chosen = choose(wanted, cpu_features())
-        return load(chosen, find(chosen) or build(chosen, cache_folder()))
+        return find_or_build(choose(wanted, cpu_features()), cache_folder())
     except BuildError as error:
         log.warning("no native kernels, torch's operators serve instead: %s", error)
         return None
@@ -106,7 +110,7 @@ def choose(wanted: str, features: frozenset[str]) -> InstructionSet:
 
 def cpu_features() -> frozenset[str]:
     """What Linux lists for the first x86 core; empty elsewhere, so that the portable library is taken."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not is_x86():
         return frozenset()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -114,6 +118,10 @@ def cpu_features() -> frozenset[str]:
         return frozenset()
     flags = next((line.partition(":")[2] for line in lines if line.startswith("flags")), "")
     return frozenset(flags.split())
+
+
+def is_x86() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
 
 
 # --------------------------------------------------------------------------------------------------------- places
@@ -126,40 +134,66 @@ def cache_folder() -> Path:
     return root / "native"
 
 
-def find(chosen: InstructionSet) -> Path | None:
-    """The library that was shipped beside the sources, if it was made of just these sources and flags."""
-    path = SOURCES / library_name(chosen, compiled_by="")
-    return path if path.is_file() else None
-
-
-def library_name(chosen: InstructionSet, compiled_by: str) -> str:
-    """Tells what it is made of. `compiled_by`: the compiler's version; empty for a library that is shipped."""
+def library_name(chosen: InstructionSet) -> str:
+    """Tells what it is made of: the sources and the flags."""
     digest = blake2b(digest_size=10)
     for path in sorted(SOURCES.glob("*.[ch]")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update("\0".join((*FLAGS, *chosen.flags, compiled_by)).encode())
+    digest.update("\0".join((*FLAGS, *chosen.flags)).encode())
     return f"{chosen.name}-{platform.system()}-{platform.machine()}-{digest.hexdigest()}.so"
+
+
+def find_or_build(chosen: InstructionSet, folder: Path) -> Native:
+    """The library shipped beside the sources, else the one in `folder`, else one that is compiled there.
+
+    Raises BuildError if none of them can be had.
+    """
+    name = library_name(chosen)
+    for path in (SOURCES / name, folder / name):
+        if path.is_file():
+            try:
+                return load(chosen, path)
+            except BuildError as error:
+                log.warning("the kernels are compiled anew: %s", error)
+    with _alone_in(folder):
+        with suppress(BuildError):
+            return load(chosen, folder / name)  # which another process has made meanwhile
+        return load(chosen, build(chosen, folder))
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process builds, the others wait for its library. The kernel releases the lock if this process dies."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise BuildError(f"{folder}: {error.strerror}") from None
+    try:
+        with suppress(OSError):  # a file system without locks: several may build, and each renames a whole file
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 # ---------------------------------------------------------------------------------------------------------- build
 
 
-def build(chosen: InstructionSet, folder: Path, ship: bool = False) -> Path:
-    """The library in `folder`, compiled unless it is there. Raises BuildError.
-
-    `ship`: under the name that `find` looks for, for a wheel; then `folder` is SOURCES.
-    """
-    compiler = find_compiler()
-    path = folder / library_name(chosen, "" if ship else _version(compiler))
-    if path.is_file():
-        return path
+def build(chosen: InstructionSet, folder: Path) -> Path:
+    """Compile the library into `folder`, in the place of what is there under its name. Raises BuildError."""
+    compiler, began = find_compiler(), time.monotonic()
+    path = folder / library_name(chosen)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix="building-") as place:
-            compile_all(compiler, chosen, Path(place) / path.name)
-            os.replace(Path(place) / path.name, path)
+            made = Path(place) / path.name
+            compile_all(compiler, chosen, made)
+            with made.open("rb") as file:
+                os.fsync(file.fileno())  # or a crash of the machine might leave the name of a file without its content
+            made.replace(path)
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}") from None
+    log.info("compiled the kernels in %.1f s: %s", time.monotonic() - began, path)
     return path
 
 
@@ -186,10 +220,6 @@ def compile_all(compiler: list[str], chosen: InstructionSet, library: Path) -> N
     _call([*compiler, "-shared", *map(str, objects), "-o", str(library), "-lm"])
 
 
-def _version(compiler: list[str]) -> str:
-    return " ".join(compiler) + _call([*compiler, "--version"])
-
-
 def _call(command: Sequence[str]) -> str:
     """Its standard output. Raises BuildError with the first line that names an error."""
     try:
@@ -210,9 +240,9 @@ def load(chosen: InstructionSet, path: Path) -> Native:
     """Load the library and give it torch's threads. Raises BuildError if it does not fit this system."""
     try:
         functions = ctypes.CDLL(str(path))
-    except OSError as error:
+        functions.cbd_use_threads.argtypes = [ctypes.c_void_p] * 3
+    except (OSError, AttributeError) as error:  # AttributeError: a library, but not of these sources
         raise BuildError(str(error)) from None
-    functions.cbd_use_threads.argtypes = [ctypes.c_void_p] * 3
     functions.cbd_use_threads.restype = None
     functions.cbd_use_threads(*_openmp())
     return Native(f"native-{chosen.name}", path, functions)

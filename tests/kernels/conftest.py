@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cbdisagg_kernels.native import INSTRUCTION_SETS, BuildError, Native, build, cache_folder, cpu_features, find, load
+from cbdisagg_kernels.native import INSTRUCTION_SETS, BuildError, Native, cache_folder, cpu_features, find_or_build
 
 
 @pytest.fixture(scope="session", params=[each.name for each in INSTRUCTION_SETS])
@@ -13,6 +13,6 @@ def library(request: pytest.FixtureRequest) -> Native:
     if not chosen.needs <= cpu_features():
         pytest.skip(f"this CPU has no {chosen.name}")
     try:
-        return load(chosen, find(chosen) or build(chosen, cache_folder()))
+        return find_or_build(chosen, cache_folder())
     except BuildError as error:
         pytest.skip(str(error))

@@ -7,11 +7,25 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from threading import Event, Thread, current_thread
 
 import pytest
 from cbdisagg_kernels import native as room
-from cbdisagg_kernels.native import AVX2, AVX512, PORTABLE, BuildError, build, choose, library_name, load
+from cbdisagg_kernels import ship as ship_command
+from cbdisagg_kernels.native import (
+    AVX2,
+    AVX512,
+    PORTABLE,
+    BuildError,
+    build,
+    choose,
+    find_or_build,
+    library_name,
+    load,
+)
+from cbdisagg_kernels.ship import ship
 
 ALL = AVX512.needs | AVX2.needs
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, room.COMPILERS)), reason="no C compiler")
@@ -26,6 +40,11 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         shutil.copy(room.SOURCES / name, folder / name)
     monkeypatch.setattr(room, "SOURCES", folder)
     return folder
+
+
+def without_a_compiler(monkeypatch: pytest.MonkeyPatch, empty: Path) -> None:
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.delenv("CC", raising=False)
 
 
 def in_a_process(code: str, **environment: str) -> str:
@@ -58,16 +77,16 @@ def test_a_lower_one_by_name_and_never_a_higher_one() -> None:
 # --------------------------------------------------------------------------------------------------------------- name
 
 
-def test_another_source_flag_or_compiler_is_another_library(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {library_name(AVX2, "gcc 12"), library_name(AVX2, "gcc 13"), library_name(AVX2, "")}
+def test_another_source_or_flag_is_another_library(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {library_name(AVX2), library_name(PORTABLE)}
     monkeypatch.setattr(room, "FLAGS", (*room.FLAGS, "-g"))
-    names.add(library_name(AVX2, "gcc 12"))
+    names.add(library_name(AVX2))
     (sources / "team.c").write_text("/* another */")
-    names.add(library_name(AVX2, "gcc 12"))
+    names.add(library_name(AVX2))
     (sources / "more.h").write_text("")
-    names.add(library_name(AVX2, "gcc 12"))
-    assert len(names) == 6
-    assert library_name(AVX2, "gcc 12") == library_name(AVX2, "gcc 12")
+    names.add(library_name(AVX2))
+    assert len(names) == 5
+    assert library_name(AVX2) == library_name(AVX2)
 
 
 def test_libraries_are_kept_where_models_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -86,36 +105,106 @@ def test_libraries_are_kept_where_models_are(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @NEEDS_COMPILER
-def test_built_once_and_nothing_left_behind(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = build(PORTABLE, tmp_path / "made" / "here")
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-    made = path.stat().st_mtime_ns
-    monkeypatch.setattr(room, "compile_all", None)  # a call would fail
-    assert build(PORTABLE, path.parent) == path
-    assert path.stat().st_mtime_ns == made
-    assert load(PORTABLE, path).name == "native-portable"
+def test_built_once_and_found_again_without_a_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = find_or_build(PORTABLE, tmp_path / "made" / "here")
+    assert made.name == "native-portable"
+    assert {each.name for each in made.path.parent.iterdir()} == {made.path.name, "lock"}
+    written = made.path.stat().st_mtime_ns
+    without_a_compiler(monkeypatch, tmp_path)
+    assert find_or_build(PORTABLE, made.path.parent).path == made.path
+    assert made.path.stat().st_mtime_ns == written
 
 
 @NEEDS_COMPILER
-def test_a_shipped_library_is_used_while_its_sources_are_the_same(sources: Path) -> None:
-    assert room.find(PORTABLE) is None
-    shipped = build(PORTABLE, sources, ship=True)
-    assert room.find(PORTABLE) == shipped
+def test_a_shipped_library_is_used_while_its_sources_are_the_same(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = sources / "portable-of-other-sources.so"
+    stale.write_bytes(b"")
+    (shipped,) = ship(["portable"], sources)
+    assert not stale.exists()
+    without_a_compiler(monkeypatch, tmp_path)
+    assert find_or_build(PORTABLE, tmp_path / "made").path == shipped
+    assert not (tmp_path / "made").exists()
     (sources / "team.c").write_text((sources / "team.c").read_text() + "\n")
-    assert room.find(PORTABLE) is None
+    with pytest.raises(BuildError, match="no C compiler"):
+        find_or_build(PORTABLE, tmp_path / "made")
+
+
+@NEEDS_COMPILER
+def test_the_command_that_ships(sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(ship_command, "SOURCES", sources)
+    monkeypatch.setattr(sys, "argv", ["ship", "portable"])
+    ship_command.main()
+    assert capsys.readouterr().out.startswith(str(sources / library_name(PORTABLE)))
+    monkeypatch.setattr(sys, "argv", ["ship", "portable", "sse9"])
+    with pytest.raises(SystemExit, match="2"):
+        ship_command.main()
+    assert "sse9: this machine compiles for " in capsys.readouterr().err
+    (sources / "wrong.c").write_text("int f(void) { return nothing; }")
+    monkeypatch.setattr(sys, "argv", ["ship", "portable"])
+    with pytest.raises(SystemExit, match=r"wrong\.c:1.*error"):
+        ship_command.main()
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", b"no library"])
+def test_a_damaged_library_is_made_anew(
+    sources: Path, tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shipped one too, but in the cache: the package may lie where nobody can write."""
+    (shipped,) = ship(["portable"], sources)
+    cached = tmp_path / shipped.name
+    for path in (shipped, cached):
+        path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert find_or_build(PORTABLE, tmp_path).path == cached
+    assert [str(path) in record.message for path, record in zip((shipped, cached), caplog.records, strict=True)]
+    assert shipped.read_bytes() == content
+    assert load(PORTABLE, cached).functions.cbd_use_threads
+
+
+@NEEDS_COMPILER
+def test_workers_that_start_at_once_compile_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes while the first one compiles, waits for the lock, and finds the library."""
+    compiled, arrived, alone, compile_all = list[str](), Event(), room._alone_in, room.compile_all
+
+    def alone_in(folder: Path) -> AbstractContextManager[None]:
+        if current_thread() is second:
+            arrived.set()
+        return alone(folder)
+
+    def compile_slowly(compiler: list[str], chosen: room.InstructionSet, library: Path) -> None:
+        compiled.append(current_thread().name)
+        if current_thread() is not second:
+            second.start()
+            assert arrived.wait(60)
+        compile_all(compiler, chosen, library)
+
+    monkeypatch.setattr(room, "_alone_in", alone_in)
+    monkeypatch.setattr(room, "compile_all", compile_slowly)
+    found = list[Path]()
+    second = Thread(target=lambda: found.append(find_or_build(PORTABLE, tmp_path).path))
+    first = find_or_build(PORTABLE, tmp_path).path
+    second.join(60)
+    assert found == [first]
+    assert compiled == [current_thread().name]
 
 
 @NEEDS_COMPILER
 def test_a_source_that_does_not_compile(sources: Path, tmp_path: Path) -> None:
     (sources / "wrong.c").write_text("int f(void) { return nothing; }")
     with pytest.raises(BuildError, match=r"failed: .*wrong\.c:1.*error.*nothing"):
-        build(PORTABLE, tmp_path / "made")
-    assert list((tmp_path / "made").iterdir()) == []
+        find_or_build(PORTABLE, tmp_path / "made")
+    assert [each.name for each in (tmp_path / "made").iterdir()] == ["lock"]
 
 
 def test_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
+    without_a_compiler(monkeypatch, tmp_path)
     with pytest.raises(BuildError, match="no C compiler: none of cc, gcc, clang is installed"):
         build(PORTABLE, tmp_path)
     monkeypatch.setenv("CC", "tcc -O9")
@@ -127,7 +216,7 @@ def test_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_folder_that_cannot_be_written(sources: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BuildError, match="file/made: Not a directory"):
-        build(PORTABLE, tmp_path / "file" / "made")
+        find_or_build(PORTABLE, tmp_path / "file" / "made")
 
 
 def test_a_library_that_is_none(tmp_path: Path) -> None:
@@ -136,16 +225,24 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
         load(PORTABLE, tmp_path / "broken.so")
 
 
+@NEEDS_COMPILER
+def test_a_library_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / "other.c").write_text("int nothing;")
+    path = tmp_path / "other.so"
+    subprocess.run([*room.find_compiler(), "-shared", "-fPIC", str(tmp_path / "other.c"), "-o", str(path)], check=True)
+    with pytest.raises(BuildError, match="cbd_use_threads"):
+        load(PORTABLE, path)
+
+
 # ------------------------------------------------------------------------------------------------- the whole way, once
 
 
 def test_a_failure_is_one_line_and_none(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    without_a_compiler(monkeypatch, tmp_path)
     monkeypatch.setenv("CBDISAGG_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CBDISAGG_NATIVE", "portable")
-    monkeypatch.delenv("CC", raising=False)
     room.native.cache_clear()
     try:
         with caplog.at_level(logging.INFO):
