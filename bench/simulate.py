@@ -57,6 +57,12 @@ def simulate(
     per_rack: Annotated[
         int, typer.Option(callback=at_least(0), help="Workers that can push pages to each other; 0: all.")
     ] = 0,
+    far_ms: Annotated[
+        float, typer.Option(callback=at_least(0), help="Latency between hosts, of messages and of pages.")
+    ] = 0.2,
+    link_gbps: Annotated[
+        float, typer.Option(callback=at_least(0), help="Pages between hosts, 10^9 bytes/s; 0: as the profile says.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(callback=at_least(0), help="Of everything that is drawn.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the latencies and the use (matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -70,6 +76,7 @@ def simulate(
         if workers:
             settings = msgspec.structs.replace(settings, workers=_workers(workers))
         costs = read_profile(settings, profile)
+        layout = _layout(costs, per_host, per_rack, far_ms, link_gbps)
         asks = read_asks(workload, requests, rate, burst, prompts, outputs, seed)
         script = parse_faults(read_bytes(faults).decode("utf-8", "replace"), str(faults)) if faults is not None else []
         check_picture(plot)
@@ -79,7 +86,7 @@ def simulate(
                 settings,
                 costs,
                 asks,
-                Layout(per_host, per_rack),
+                layout,
                 concurrency=concurrency,
                 faults=script,
                 ended=ended,
@@ -92,6 +99,16 @@ def simulate(
         from cbdisagg_bench.simulate_plot import draw
 
         draw(outcome, plot)
+
+
+def _layout(costs: Profile, per_host: int, per_rack: int, far_ms: float, link_gbps: float) -> Layout:
+    """Copies within one memory, which is what some profiles measured, say nothing of a network."""
+    if per_host and costs.transfer == "shm" and not link_gbps:
+        raise typer.BadParameter(
+            "this profile's pages are copied within one memory; say how fast they go between hosts, as 1.25",
+            param_hint="'--link-gbps'",
+        )
+    return Layout(per_host, per_rack, far_s=far_ms / 1e3, link_bytes_per_s=1e9 * link_gbps)
 
 
 def _workers(text: str) -> tuple[Workers, ...]:

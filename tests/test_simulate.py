@@ -21,6 +21,7 @@ from cbdisagg.sim.workload import write_workload
 ROOT = Path(__file__).parents[1]
 CONFIG = str(ROOT / "configs" / "1p1d.toml")
 PROFILE = str(ROOT / "configs" / "profiles" / "h200-llama3.1-8b.json")
+SHM = str(ROOT / "configs" / "profiles" / "cpu-smollm2-135m-1-thread.json")
 
 
 def call(*arguments: str) -> None:
@@ -82,6 +83,7 @@ def test_the_journal_of_a_coordinator_is_a_workload(tmp_path: Path, capsys: pyte
         (("made", "--profile", PROFILE, "--burst", "0"), "0.0 is not above 0"),
         (("made", "--profile", PROFILE, "--rate", "-1"), "-1.0 is not a number from 0 up"),
         (("nowhere.jsonl", "--profile", PROFILE), "nowhere.jsonl: cannot be read: No such file"),
+        (("made", "--profile", SHM, "--per-host", "1"), "say how fast they go between hosts"),
         (("made", "--profile", "nowhere.json"), "nowhere.json: cannot be read: No such file"),
         (("made", "--profile", CONFIG), "1p1d.toml: not a profile"),
         ((CONFIG, "--profile", PROFILE), "1p1d.toml: line 1: JSON is malformed"),
@@ -93,6 +95,17 @@ def test_what_cannot_be_simulated_is_refused_in_a_line(arguments: tuple[str, ...
         call(*arguments)
     said = refused.value.format_message() if isinstance(refused.value, BadParameter) else str(refused.value)
     assert problem in said and "\n" not in said
+
+
+def test_slower_and_later_links_between_hosts_make_first_tokens_later(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("made", "--profile", PROFILE, "--requests", "20", "--rate", "5", "--prompts", "2000", "--outputs", "8")
+    pushed = ("--set", "policy.mode=disaggregate", "--per-host", "1")
+    fast, slow, late = (
+        told(capsys, *given, *pushed, *links)["ttft_s"]["p50"]
+        for links in ((), ("--link-gbps", "0.5"), ("--far-ms", "40"))
+    )
+    assert slow > fast + 0.4 and 0.1 < late - fast < 0.25  # 262 MB a prompt; four messages or pages on their way
+    assert told(capsys, *given, "--far-ms", "40")["ttft_s"]["p50"] < fast  # all on one host
 
 
 def test_workers_read_as_they_are_written() -> None:

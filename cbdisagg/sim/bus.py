@@ -1,7 +1,8 @@
 """What workers on one host slow each other down: a step takes longer while others read the same memory.
 
-Knows how many steps and pushes are at work and how much of each step is left; not whose they are. Every step beside
-another adds `beside_step` of its own time, every push in flight `beside_push`; all that run are slowed alike.
+Knows how many steps and pushes are at work and how much of each step is left; not whose they are. A step is slowed by
+`beside_step` of its own time for each other step, and by `beside_push` for each push whose bytes come or go; of a push
+that lasts longer than its bytes take, as one that goes layer by layer beside a step, by as much less (its weight).
 """
 
 from __future__ import annotations
@@ -14,10 +15,20 @@ from cbdisagg.sim.clock import Clock
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """One step at work; `left`: seconds that the rest of it would take alone."""
+    """One step at work; `left`: seconds that the rest of it would take alone. `copying`: the part of its time in which
+    it copies pages itself, and so slows others as a push does.
+    """
 
     left: float
     done: Callable[[], None]
+    copying: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """A push beside steps. `weight`: the part of the time in which its bytes move."""
+
+    weight: float
 
 
 class Bus:
@@ -25,14 +36,14 @@ class Bus:
         self._clock = clock
         self._beside_step, self._beside_push = beside_step, beside_push
         self._spans: list[Span] = []
-        self._pushes = 0
+        self._flows: list[Flow] = []
         self._since = 0.0
         self._turn = 0  # changes with what is at work: an end foreseen before no longer holds
 
-    def work(self, seconds: float, done: Callable[[], None]) -> Span:
+    def work(self, seconds: float, done: Callable[[], None], copying: float = 0.0) -> Span:
         """Call `done` once a step that takes `seconds` alone has run, beside whatever else runs."""
         self._pass()
-        span = Span(seconds, done)
+        span = Span(seconds, done, copying)
         self._spans.append(span)
         self._foresee()
         return span
@@ -44,44 +55,49 @@ class Bus:
             self._spans.remove(span)
             self._foresee()
 
-    def push(self, seconds: float) -> None:
-        """Bytes of a push come or go for so long, whatever else happens."""
-        if self._beside_push:
-            self._pass()
-            self._pushes += 1
-            self._foresee()
-            self._clock.after(seconds, self._pushed)
-
-    def _pushed(self) -> None:
+    def push(self, weight: float) -> Flow:
+        """Bytes of a push come or go from now on, until it is `land`ed."""
         self._pass()
-        self._pushes -= 1
+        flow = Flow(weight)
+        self._flows.append(flow)
+        self._foresee()
+        return flow
+
+    def land(self, flow: Flow) -> None:
+        self._pass()
+        self._flows.remove(flow)
         self._foresee()
 
-    @property
-    def _slowdown(self) -> float:
-        return 1.0 + self._beside_step * max(0, len(self._spans) - 1) + self._beside_push * self._pushes
+    def _slowdowns(self) -> list[float]:
+        """Of each span, in their order: its own copying slows others only."""
+        common = 1.0 + self._beside_step * max(0, len(self._spans) - 1)
+        moving = sum(flow.weight for flow in self._flows) + sum(span.copying for span in self._spans)
+        return [common + self._beside_push * (moving - span.copying) for span in self._spans]
 
     def _pass(self) -> None:
         """Time has passed since the last change: so much of each step is done."""
-        done = (self._clock.now - self._since) / self._slowdown
+        passed = self._clock.now - self._since
         self._since = self._clock.now
-        for span in self._spans:
-            span.left -= done
+        for span, slowdown in zip(self._spans, self._slowdowns(), strict=True):
+            span.left -= passed / slowdown
 
     def _foresee(self) -> None:
         self._turn += 1
         if self._spans:
-            left = max(0.0, min(span.left for span in self._spans))
-            self._clock.after(left * self._slowdown, self._reach, self._turn)
+            ends = zip(self._spans, self._slowdowns(), strict=True)
+            left = max(0.0, min(span.left * slowdown for span, slowdown in ends))
+            self._clock.after(left, self._reach, self._turn)
 
     def _reach(self, turn: int) -> None:
-        """The shortest step is at its end, and those that end with it."""
+        """The step that ends first is at its end, and those that end with it."""
         if turn != self._turn:
             return
+        slowdowns = self._slowdowns()
+        first = min(span.left * slowdown for span, slowdown in zip(self._spans, slowdowns, strict=True))
+        due = [span.left * slowdown <= first for span, slowdown in zip(self._spans, slowdowns, strict=True)]
         self._pass()
-        shortest = min(span.left for span in self._spans)
-        ended = [span for span in self._spans if span.left <= shortest]
-        self._spans = [span for span in self._spans if span.left > shortest]
+        ended = [span for span, over in zip(self._spans, due, strict=True) if over]
+        self._spans = [span for span, over in zip(self._spans, due, strict=True) if not over]
         self._foresee()
         for span in ended:
             span.done()

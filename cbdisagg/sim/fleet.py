@@ -22,13 +22,15 @@ STEMS: dict[Role, str] = {"prefill": "prefill", "decode": "decode", "any": "work
 class Layout:
     """`per_host`, `per_rack`: workers on one host, and workers that can push pages to each other; 0: all of them.
 
-    `near_s`, `far_s`: latency of a message within a host and between hosts.
+    `near_s`, `far_s`: latency of a message within a host and between hosts. `link_bytes_per_s`: how fast pages go from
+    a worker on one host to one on another; 0: as fast as the profile says.
     """
 
     per_host: int = 0
     per_rack: int = 0
     near_s: float = 50e-6
     far_s: float = 200e-6
+    link_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 Knows plans, pushes and self-tests, not what is computed: every draw is the same token, so an answer ends by its length.
 Life of a step: RunStep -> the host prepares it -> it runs on the bus -> StepDone. Pages that a slice pushes are copied
 within the step (sender-placed transports), or travel beside it, layer by layer, and land when the link has carried them
-(receiver-placed ones); a worker's outgoing and incoming pushes each go one after the other.
+(receiver-placed ones); a worker's outgoing and incoming pushes each go one after the other. Either way they slow who
+computes on the same memory from the start of the step until the last byte is there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from cbdisagg.core.events import (
 from cbdisagg.core.profile import Profile
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import (
-    RECEIVER_PLACED,
     Address,
     AttemptId,
     Message,
+    Probe,
     Push,
     Sampled,
     Slice,
@@ -38,8 +39,9 @@ from cbdisagg.messages import (
     StepResult,
     WorkerInfo,
 )
-from cbdisagg.sim.bus import Bus, Span
+from cbdisagg.sim.bus import Bus, Flow, Span
 from cbdisagg.sim.clock import Clock
+from cbdisagg.sim.links import Link
 from cbdisagg.sim.network import Network
 from cbdisagg.sim.shell import Observer, Shell
 
@@ -49,8 +51,8 @@ PROBE_BYTES = 1 << 20
 
 Peers: TypeAlias = Callable[[int], "Machine | None"]
 """The living worker of an incarnation."""
-Way: TypeAlias = Callable[[Address, Address], str]
-"""The kind of transport from one worker to another, "" for none."""
+Way: TypeAlias = Callable[[Address, Address], "Link | None"]
+"""The link from one worker to another, if there is one."""
 
 
 @dataclass(slots=True)
@@ -101,6 +103,7 @@ class Machine:
         self._peers, self._way = peers, way
         self._plans: deque[StepPlan] = deque()
         self._span: Span | None = None
+        self._flows: list[tuple[Bus, Flow]] = []  # of the step at work
         self._began = 0.0
         self._expected: dict[AttemptId, int] = {}  # pages that have not landed
         self._dead = False
@@ -113,6 +116,7 @@ class Machine:
         self.shell.close()
         if self._bus is not None and self._span is not None:
             self._bus.drop(self._span)
+        self._stop_flows()
 
     def perform(self, effect: Effect) -> None:
         match effect:
@@ -127,7 +131,7 @@ class Machine:
             case Connect(peer):
                 self._connect(peer.address)
             case Verify(peer, probe):
-                self._clock.after(0.0, self.shell.handle, Verified(peer, probe.kind, self._profile.B, probe.note))
+                self._clock.after(0.0, self._verify, peer, probe)
             case Disconnect():
                 pass
             case Retire():
@@ -145,26 +149,48 @@ class Machine:
         if self._dead:
             return
         plan = self._plans[0]
-        seconds = self.slow * (self._cost.step_s(works(plan.slices)) + self._copying_s(plan.slices))
+        pushes = [piece.push for piece in plan.slices if piece.push is not None]
+        copying = sum(self._copying_s(push) for push in pushes)
+        seconds = self.slow * (self._cost.step_s(works(plan.slices)) + copying)
         self._began = self._clock.now
         if self._bus is None:
             self._clock.after(seconds, self._end)
-        else:
-            self._span = self._bus.work(seconds, self._end)
+            return
+        for push in pushes:
+            self._start_flows(push, seconds)
+        self._span = self._bus.work(seconds, self._end, min(1.0, copying / seconds) if copying else 0.0)
 
-    def _copying_s(self, slices: Iterable[Slice]) -> float:
+    def _copying_s(self, push: Push) -> float:
         """What the step takes longer for pages that it copies itself."""
-        pushes = (piece.push for piece in slices)
-        return sum(
-            self._cost.transfer_s(self._bytes(push), runs(push))
-            for push in pushes
-            if push is not None and self._way(self.address, push.to) not in RECEIVER_PLACED
-        )
+        link = self._way(self.address, push.to)
+        if link is None or link.receiver_placed:
+            return 0.0
+        return link.cost.transfer_s(self._bytes(push), runs(push))
+
+    def _start_flows(self, push: Push, step_s: float) -> None:
+        """Pages that travel beside the step, all layers but the last: as thin as they are spread over it."""
+        link, receiver = self._way(self.address, push.to), self._peers(push.to.incarnation)
+        if link is None or receiver is None or not link.receiver_placed or not step_s:
+            return
+        layers = self._profile.layers
+        moving_s = link.cost.transfer_s(self._bytes(push), runs(push)) * (layers - 1) / layers
+        self._flows += self._flow(receiver, min(1.0, moving_s / step_s))
+
+    def _flow(self, receiver: Machine, weight: float) -> list[tuple[Bus, Flow]]:
+        """On the memory of both ends, which may be one."""
+        buses = dict.fromkeys((self._bus, receiver._bus))
+        return [(bus, bus.push(weight)) for bus in buses if bus is not None]
+
+    def _stop_flows(self) -> None:
+        for bus, flow in self._flows:
+            bus.land(flow)
+        self._flows.clear()
 
     def _end(self) -> None:
         if self._dead:
             return
         self._span = None
+        self._stop_flows()
         plan = self._plans.popleft()
         seconds = self._clock.now - self._began
         self._count(plan, seconds)
@@ -194,21 +220,22 @@ class Machine:
     def _push(self, push: Push, step_s: float) -> None:
         """After the step: what it has copied is there, what travels beside it lands when the links have carried it."""
         nbytes = self._bytes(push)
-        kind = self._way(self.address, push.to)
+        link = self._way(self.address, push.to)
         receiver = self._peers(push.to.incarnation)
         self.meter.pushed_bytes += nbytes
-        whole = self._cost.transfer_s(nbytes, runs(push))
-        if kind not in RECEIVER_PLACED or receiver is None:
-            self.shell.handle(PushDone(push.serial, kind, nbytes, whole))
+        cost = link.cost if link is not None else self._cost
+        whole = cost.transfer_s(nbytes, runs(push))
+        if link is None or receiver is None or not link.receiver_placed:
+            self.shell.handle(PushDone(push.serial, link.kind if link is not None else "", nbytes, whole))
             return
-        exposed = self._cost.exposed_transfer_s(nbytes, step_s, self._profile.layers, runs(push))
+        exposed = cost.exposed_transfer_s(nbytes, step_s, self._profile.layers, runs(push))
         now = self._clock.now
         ends = max(now + exposed, self.sends_until + whole, receiver.receives_until + whole)
         self.sends_until = receiver.receives_until = ends
-        for bus in {self._bus, receiver._bus} - {None}:
-            bus.push(ends - now)  # type: ignore[union-attr]  # None is taken out
-        self._clock.at(ends, self.shell.handle, PushDone(push.serial, kind, nbytes, ends - now))
-        self._clock.at(ends, receiver._land, push)
+        for bus, flow in self._flow(receiver, exposed / (ends - now) if ends > now else 0.0):
+            self._clock.at(ends, bus.land, flow)
+        self._clock.at(ends, self.shell.handle, PushDone(push.serial, link.kind, nbytes, ends - now))
+        self._clock.at(ends + link.late_s, receiver._land, push)
 
     def _land(self, push: Push) -> None:
         missing = self._expected.get(push.attempt)
@@ -221,9 +248,15 @@ class Machine:
 
     def _connect(self, peer: Address) -> None:
         """A self-test: a pattern is sent, and the peer told of it."""
-        seconds = self._cost.transfer_s(PROBE_BYTES)
-        event = Connected(peer, self._way(self.address, peer), PROBE_BYTES, 0, seconds, "")
+        link = self._way(self.address, peer)
+        cost = link.cost if link is not None else self._cost
+        seconds = cost.transfer_s(PROBE_BYTES) + (link.late_s if link is not None else 0.0)
+        event = Connected(peer, link.kind if link is not None else "", PROBE_BYTES, 0, seconds, "")
         self._clock.after(seconds, self.shell.handle, event)
+
+    def _verify(self, peer: Address, probe: Probe) -> None:
+        link = self._way(peer, self.address)
+        self.shell.handle(Verified(peer, probe.kind, link.cost.B if link is not None else 0.0, probe.note))
 
 
 def _nothing() -> None:

@@ -20,6 +20,7 @@ from cbdisagg.sim.clients import Clients, Record
 from cbdisagg.sim.clock import Clock
 from cbdisagg.sim.faults import COORDINATOR, Fault
 from cbdisagg.sim.fleet import Layout, Place, describe, places, ways
+from cbdisagg.sim.links import Link, Links
 from cbdisagg.sim.machine import Machine
 from cbdisagg.sim.network import Network
 from cbdisagg.sim.shell import Observer, Shell
@@ -72,7 +73,8 @@ class Service:
         self._reap_s, self._restart_s = reap_s, restart_s
         self._incarnation = 10
         self._places = {place.name: place for place in places(config, layout)}
-        self._ways = frozenset(ways(list(self._places.values())))
+        every = list(self._places.values())
+        self._links = Links(profile, layout, every, ways(every))
         self._buses: dict[str, Bus] = {}
         self._downs: list[PeerDown] = []
         self._coordinator_notes: list[tuple[float, str, Note]] = []
@@ -133,15 +135,15 @@ class Service:
             self.network,
             bus,
             self.machines.get,
-            self._way,
+            self._link,
             self._observer,
         )
         self.machines[address.incarnation] = machine
         self.network.join(machine)
         return machine
 
-    def _way(self, source: Address, to: Address) -> str:
-        return self._profile.transfer if (source.name, to.name) in self._ways else ""
+    def _link(self, source: Address, to: Address) -> Link | None:
+        return self._links.between(source.name, to.name)
 
     def _introduce(self) -> None:
         """The start in peace, at once: hello, the ways tested, and then the one broadcast that tells all of it."""
@@ -155,8 +157,10 @@ class Service:
         by_name = {machine.address.name: machine for machine in self.machines.values()}
         for machine in self.machines.values():
             self._pass_on(machine, machine.core.handle(FromWorkerInbox(self.address, members), 0.0))
-        for source, to in sorted(self._ways):
-            verified = Verified(by_name[source].address, self._profile.transfer, self._profile.B, "")
+        for source, to in sorted(self._links.ways):
+            link = self._links.between(source, to)
+            assert link is not None
+            verified = Verified(by_name[source].address, link.kind, link.cost.B, "")
             self._pass_on(by_name[to], by_name[to].core.handle(verified, 0.0))
         self.coordinator.receive(self.address, Reported(HOST))
 

@@ -66,7 +66,7 @@ def test_a_push_slows_what_runs_and_a_dead_worker_s_step_no_longer_does() -> Non
     clock, ends = Clock(), {}
     bus = Bus(clock, beside_step=1.0, beside_push=1.0)
     bus.work(2.0, lambda: ends.setdefault("step", clock.now))
-    bus.push(1.0)
+    clock.at(1.0, bus.land, bus.push(1.0))
     clock.run()
     assert ends == {"step": pytest.approx(2.5)}
     start = clock.now
@@ -75,6 +75,29 @@ def test_a_push_slows_what_runs_and_a_dead_worker_s_step_no_longer_does() -> Non
     clock.after(1.0, bus.drop, dead)
     clock.run()
     assert ends == {"step": pytest.approx(2.5), "other": pytest.approx(start + 1.0 + 1.5)}
+
+
+def test_a_push_that_is_spread_over_a_step_slows_as_much_as_one_at_full_speed() -> None:
+    def end(weight: float) -> float:
+        clock, ends = Clock(), []
+        bus = Bus(clock, beside_step=0.0, beside_push=0.5)
+        bus.work(4.0, lambda: ends.append(clock.now))
+        clock.at(1.0 / weight, bus.land, bus.push(weight))
+        clock.run()
+        return float(ends[0])
+
+    assert end(1.0) == pytest.approx(4.0 + 1.0 / 3)  # of one second, a third was lost
+    assert end(0.25) == pytest.approx(4.0 + 4.0 / 9)  # of four, a ninth each: less at once for longer
+    assert end(0.5) < end(0.25)
+
+
+def test_a_step_that_copies_slows_the_others_and_not_itself() -> None:
+    clock, ends = Clock(), {}
+    bus = Bus(clock, beside_step=0.0, beside_push=1.0)
+    bus.work(2.0, lambda: ends.setdefault("copies", clock.now), copying=0.5)
+    bus.work(3.0, lambda: ends.setdefault("other", clock.now))
+    clock.run()
+    assert ends == {"copies": pytest.approx(2.0), "other": pytest.approx(2.0 + 3.0 - 2.0 / 1.5)}
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 3)), min_size=1, max_size=6), st.floats(0, 1))

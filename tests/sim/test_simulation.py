@@ -9,12 +9,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from sim_world import config, costs
 
 from cbdisagg.actors.placement import worker_names
 from cbdisagg.config import Policy
 from cbdisagg.core.invariants import check_coordinator, check_worker
-from cbdisagg.core.profile import Host
+from cbdisagg.core.profile import Host, Profile
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import Prefill, Role
 from cbdisagg.sim.arrivals import Lengths, make_workload
@@ -114,6 +115,49 @@ def test_workers_that_share_a_memory_slow_each_other() -> None:
     slowdown = shared.meters["worker-0"].busy_s / alone.meters["worker-0"].busy_s
     assert 1.4 < slowdown <= 1.5
     assert apart.meters["worker-0"].busy_s == pytest.approx(alone.meters["worker-0"].busy_s)
+
+
+@pytest.mark.parametrize("transfer", ["shm", "zmq"])
+def test_a_push_slows_whoever_decodes_beside_it_from_the_start_of_its_step(transfer: Any) -> None:
+    """A long prompt is computed and pushed while a stream decodes on the worker that its pages go to."""
+    pair = changed(config("prefill", "decode"), disaggregate(1, 1))
+    asks = [Ask(0.0, 60, prompt_tokens=2), Ask(0.1, 2, prompt_tokens=400)]
+
+    def steps(beside_push: float) -> tuple[float, float]:
+        """Seconds of decode-0's steps that began in the prompt's step, and of prefill-0's."""
+        profile = costs(transfer=transfer, B=4e7, beside_push=beside_push)
+        outcome = simulate(pair, profile, asks, INSTANT)
+        return outcome.meters["decode-0"].busy_s, outcome.meters["prefill-0"].busy_s
+
+    (alone, prompt), (beside, prompt_then) = steps(0.0), steps(1.0)
+    moving = 25 * 16 * 1000 / 4e7  # bytes of the prompt's pages, at B
+    assert 0.3 * moving < beside - alone < 1.1 * moving
+    assert prompt_then == pytest.approx(prompt, abs=moving)
+    if transfer == "shm":
+        assert prompt_then == pytest.approx(prompt)  # its own copy is in its time already
+
+
+def test_pages_between_hosts_go_over_the_link_and_are_late_by_its_latency() -> None:
+    pair = changed(config("prefill", "decode"), disaggregate(1, 1))
+    nbytes, step = 7 * 16 * 1000, 0.014
+
+    def first(profile: Profile, layout: Layout) -> float:
+        (record,) = simulate(pair, profile, [Ask(0.0, 2, prompt_tokens=100)], layout).records
+        assert record.worker == "decode-0"
+        return record.ttft_s
+
+    for transfer in ("shm", "zmq"):  # there is no shared memory between hosts
+        profile = costs(transfer=transfer)
+        slow = replace(profile.cost, B=1e7)
+        apart = Layout(per_host=1, near_s=0.0, far_s=0.0, link_bytes_per_s=1e7)
+        exposed = slow.exposed_transfer_s(nbytes, step, profile.layers)
+        assert first(profile, apart) == pytest.approx(step + exposed)
+        later = Layout(per_host=1, near_s=0.0, far_s=0.05, link_bytes_per_s=1e7)
+        # decode-0 hears of the request, asks prefill-0, is sent pages, and its first token goes back: by the link
+        assert first(profile, later) == pytest.approx(step + exposed + 4 * 0.05, abs=0.051)
+        assert first(profile, later) - first(profile, apart) > 0.15
+    near = Layout(near_s=0.0, far_s=9.0, link_bytes_per_s=1.0)
+    assert first(costs(transfer="zmq", B=1e7), near) == pytest.approx(first(costs(transfer="zmq", B=1e7), INSTANT))
 
 
 # ----------------------------------------------------------------------------------------------- how requests come
