@@ -1,29 +1,32 @@
 """What this machine's steps and transfers cost: `cbdisagg profile`.
 
-Measures steps of the engine over batch, context and chunk (as `bench step` does), copies of KV pages between two
-processes, what two workers take from each other, and the host's share; fits the cost model, says how far off it is on
-steps that were not fitted, and writes the file that `serve` and `simulate` read.
+Measures steps of the engine over batch, context and chunk (as `bench step` does), as far as the config lets them go;
+hand-overs of the model's KV pages between two processes; what steps and pushes of another worker take from a worker's
+steps; and the host's share. Fits the cost model, says how far off it is on steps that were not fitted, and writes the
+file that `serve` and `simulate` read.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import typer
-from cbdisagg_bench.options import at_least, check_place
+from cbdisagg_bench.company import QUIET, Company
+from cbdisagg_bench.options import at_least, check_place, command
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
 from cbdisagg_bench.profile_host import measure_host
-from cbdisagg_bench.profile_neighbour import Neighbour
+from cbdisagg_bench.profile_neighbour import Computes, Neighbour, Pushes
 from cbdisagg_bench.profile_steps import Case, Range, Stepper, decode, prefill, sweep, unseen
-from cbdisagg_bench.transfer import LAYERS, PAGE_BYTES, Pair
+from cbdisagg_bench.transfer import Geometry, Pair
 from msgspec.structs import astuple, replace
 from rich import box
 from rich.console import Console
@@ -33,12 +36,18 @@ from rich.table import Table
 from cbdisagg.actors.cores import usable_cores
 from cbdisagg.config import Config
 from cbdisagg.core.profile import Host, Profile, format_profile
+from cbdisagg.core.sizing import size_pool
+from cbdisagg.engine.build import ModelInfo, describe
 from cbdisagg.load import cache_folder, load_config
 from cbdisagg.prepare import prepare_model, served_name
 
 TRANSFER_PAGES = (1, 4, 16, 64)
-"""Pages of the copies that are timed, once in a run and once scattered."""
+"""Pages of the hand-overs that are timed, once in a run and once scattered."""
 NEIGHBOUR_ROUNDS = 10
+LONGEST = 4096
+"""Tokens of the longest sequence that is measured, unless another is asked for: more would take many minutes."""
+ENOUGH_S = 1.0
+"""A step that has been measured for so long is not measured again."""
 
 
 def profile(
@@ -47,6 +56,9 @@ def profile(
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("profile.json"),
     threads: Annotated[
         int, typer.Option(callback=at_least(0), help="Threads of the worker; 0: the cores divided by the workers.")
+    ] = 0,
+    context: Annotated[
+        int, typer.Option(callback=at_least(0), help="Longest sequence; 0: what the config allows, up to 4096.")
     ] = 0,
     rounds: Annotated[int, typer.Option(callback=at_least(1), help="Times that each step is measured.")] = 3,
     checks: Annotated[int, typer.Option(callback=at_least(4), help="Steps that the fit is held against.")] = 48,
@@ -62,7 +74,7 @@ def profile(
     place = seat(threads, sum(group.count for group in settings.workers))
     with _progress() as bar:
         folder = prepare_model(settings.model, lambda stage, fraction: None)
-        found = measure(settings, folder, place, rounds, checks, seed, bar)
+        found = measure(settings, folder, place, context, rounds, checks, seed, bar)
     out.write_bytes(format_profile(found))
     if as_json:
         print(format_profile(found).decode(), end="")
@@ -102,23 +114,35 @@ def seat(threads: int, workers: int) -> Place:
 
 
 def measure(
-    settings: Config, folder: Path, place: Place, rounds: int, checks: int, seed: int, bar: Progress
+    settings: Config, folder: Path, place: Place, context: int, rounds: int, checks: int, seed: int, bar: Progress
 ) -> Profile:
     """All of it; a minute or two."""
-    t0, t_d, speed = fit_transfers(_time_transfers(bar))
-    reach = Range(min(64, settings.scheduler.max_batch), settings.scheduler.token_budget, 2048)
-    fitted, held = sweep(reach), unseen(reach, checks, seed)
+    company = Company()
+    info = describe(folder, settings.model.dtype, settings.model.weights, cache_folder())
+    size = settings.kv.page_size
+    geometry = Geometry(info.layers, info.page_bytes(size), size)
+    kind = transfer_kind(settings)
+    t0, t_d, speed = fit_transfers(_time_transfers(kind, geometry, bar))
+    furthest = reach(settings, info, context)
+    fitted, held = sweep(furthest), unseen(furthest, checks, seed)
     with _pinned(place.own):
         loading = bar.add_task("loading the model", total=None)
         stepper = _stepper(settings, folder, place.threads, [*fitted, *held], seed)
         bar.remove_task(loading)
         together = [*fitted, *held]
-        for _ in bar.track(stepper.measure(together, rounds), total=rounds * len(together), description="steps"):
+        measured = stepper.measure(together, rounds, ENOUGH_S)
+        for _ in bar.track(measured, total=rounds * len(together), description="steps"):
             pass
-        beside_step = _time_neighbour(stepper, folder, settings, place, bar)
+        model = settings.model
+        computes = Computes(
+            str(folder), model.dtype, model.weights, place.threads, size, str(cache_folder()), place.beside
+        )
+        beside_step = _slowed(stepper, [decode([512] * 8), prefill(0, 256)], computes, "a worker beside", bar)
+        pushes = Pushes(kind, geometry, place.beside, place.own)
+        beside_push = _slowed(stepper, [decode([512] * 8)], pushes, "pushes beside", bar)
         host = measure_host(settings)
+    company.end()
     steps = fit_steps(fitted)
-    info = stepper.info
     coefficients: dict[str, Any] = {name: _rounded(value) for name, value in asdict(steps).items() if name != "L"}
     found = Profile(
         **coefficients,
@@ -127,18 +151,42 @@ def measure(
         t_d=_rounded(t_d),
         B=_rounded(speed),
         layers=info.layers,
-        kv_bytes=info.layers * info.page_bytes(settings.kv.page_size) // settings.kv.page_size,
+        kv_bytes=info.layers * info.page_bytes(size) // size,
         context=info.context,
         model=served_name(settings.model),
         dtype=settings.model.dtype,
         machine=f"{platform.machine()}, {_processor()}, {os.cpu_count()} cpus",
         threads=place.threads,
-        transfer="shm",
+        transfer=kind,
         beside_step=_rounded(beside_step),
+        beside_push=_rounded(beside_push),
         host=Host(*(_rounded(seconds) for seconds in astuple(host))),
         versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
+        note=f"{command()}, {date.today().isoformat()}; {_company(company)}",
     )
     return replace(found, errors=errors(found.cost, held))
+
+
+def _company(company: Company) -> str:
+    worth = "" if company.others < QUIET else ": the times are not the machine's own"
+    return f"other processes had {company.others:.0%} of the cores{worth}"
+
+
+def transfer_kind(settings: Config) -> Literal["shm", "zmq"]:
+    """Between two workers of the config on this host."""
+    return "zmq" if settings.transfer.kind == "zmq" else "shm"
+
+
+def reach(settings: Config, info: ModelInfo, context: int) -> Range:
+    """What steps a worker of the config can be given. `context`: of the longest sequence; 0: as the config has it, up
+    to LONGEST. Raises ConfigError if a sequence does not fit the pool.
+    """
+    size, scheduler = settings.kv.page_size, settings.scheduler
+    pages, most = size_pool(settings.kv, settings.model.max_len, info.context, info.layers * info.page_bytes(size))
+    if context > most:
+        raise typer.BadParameter(f"{context}: the config allows {most} tokens", param_hint="'--context'")
+    longest = context or min(most, LONGEST)
+    return Range(scheduler.max_batch, min(scheduler.token_budget, longest), longest, pages * size)
 
 
 def _stepper(settings: Config, folder: Path, threads: int, cases: list[Case], seed: int) -> Stepper:
@@ -167,33 +215,33 @@ def _pinned(cores: Collection[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _time_transfers(bar: Progress) -> list[tuple[int, int, float]]:
-    """(bytes, descriptors, seconds): what a copy costs the thread that computes."""
+def _time_transfers(kind: str, geometry: Geometry, bar: Progress) -> list[tuple[int, int, float]]:
+    """(bytes, descriptors, seconds): from the first byte sent to the last one there."""
     timed = []
-    with Pair("shm", 2 * max(TRANSFER_PAGES)) as pair:
+    with Pair(kind, 2 * max(TRANSFER_PAGES), geometry) as pair:
         for count in bar.track(TRANSFER_PAGES, description="transfers"):
+            nbytes = count * geometry.layers * geometry.page_bytes
             for apart in (1, 2):
                 pages = tuple(range(0, apart * count, apart))
                 pair.hand_over(pages)
                 seconds = [pair.hand_over(pages) for _ in range(20)]
-                timed.append((count * LAYERS * PAGE_BYTES, 1 if apart == 1 else count, float(np.median(seconds))))
+                timed.append((nbytes, 1 if apart == 1 else count, float(np.median(seconds))))
     return timed
 
 
-def _time_neighbour(stepper: Stepper, folder: Path, settings: Config, place: Place, bar: Progress) -> float:
-    """By what part steps are slowed by another worker's; 0 if there are no cores for a second one."""
-    if not place.beside:
+def _slowed(stepper: Stepper, works: Sequence[Case], task: Computes | Pushes, what: str, bar: Progress) -> float:
+    """By what part steps are slowed while another process does its task; 0 if there are no cores for it."""
+    if not task.cores:
         return 0.0
-    task = bar.add_task("a worker beside", total=NEIGHBOUR_ROUNDS)
-    alone, beside = ([decode([512] * 8), prefill(0, 256)] for _ in range(2))
-    size = settings.kv.page_size
-    with Neighbour(folder, settings.model, place.threads, size, place.beside, cache_folder()) as neighbour:
+    line = bar.add_task(what, total=NEIGHBOUR_ROUNDS)
+    alone, beside = ([Case(case.work) for case in works] for _ in range(2))
+    with Neighbour(task) as neighbour:
         for _ in range(NEIGHBOUR_ROUNDS):
             for cases, switch in ((alone, neighbour.idle), (beside, neighbour.busy)):
                 switch()
                 for _ in stepper.measure(cases, 1):
                     pass
-            bar.advance(task)
+            bar.advance(line)
     slower = [after.median / before.median - 1 for before, after in zip(alone, beside, strict=True)]
     return max(0.0, sum(slower) / len(slower))
 
@@ -217,7 +265,7 @@ def table(found: Profile) -> Table:
     title = f"{found.model}, {found.dtype}, {found.threads} threads: prediction error"
     caption = (
         f"pages move at {found.B / 1e9:.1f} GB/s after {1e3 * found.t0:.2f} ms; "
-        f"a step is {found.beside_step:.0%} slower beside another; "
+        f"a step is {found.beside_step:.1%} slower beside another, {found.beside_push:.1%} beside a push; "
         f"the host adds {1e3 * found.host.step_s:.2f} ms a step"
     )
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, min_width=78)

@@ -1,42 +1,55 @@
-"""A worker beside the one that is measured: a process that computes prompts all the time, and reads the same memory.
+"""A worker beside the one that is measured: a process that computes prompts, or pushes pages to it, all the time.
 
-Life cycle of a `Neighbour`: started -> its model is loaded -> `busy` and `idle`, as often as wanted -> its input ends,
-and so does it.
+Life cycle of a `Neighbour`: started -> its model is loaded, or its pair is joined -> `busy` and `idle`, as often as
+wanted -> its input ends, and so does it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from cbdisagg_bench.profile_steps import Stepper, prefill
-
-from cbdisagg.config import Model
+from cbdisagg_bench.transfer import Geometry, Pair
+from msgspec import Struct
 
 CHUNK = 256
+PAGES = 32
+"""Of a push: what a prompt of 512 tokens fills, in pages of 16."""
+
+
+class Computes(Struct, frozen=True, tag=True):
+    """It computes prompts, and reads the same memory. `cores`: its own."""
+
+    folder: str
+    dtype: str
+    weights: str
+    threads: int
+    page_size: int
+    cache: str
+    cores: tuple[int, ...]
+
+
+class Pushes(Struct, frozen=True, tag=True):
+    """It pushes pages by one kind of transport, from its `cores` to a process on the cores `to`."""
+
+    kind: str
+    geometry: Geometry
+    cores: tuple[int, ...]
+    to: tuple[int, ...]
 
 
 class Neighbour:
-    """A context; in it the other process is ready, on these `cores`. Raises SystemExit if it has ended by itself."""
+    """A context; in it the other process is ready. Raises SystemExit if it has ended by itself."""
 
-    def __init__(
-        self, folder: Path, model: Model, threads: int, page_size: int, cores: Collection[int], cache: Path
-    ) -> None:
-        told = {
-            "folder": str(folder),
-            "dtype": model.dtype,
-            "weights": model.weights,
-            "threads": threads,
-            "page_size": page_size,
-            "cores": sorted(cores),
-            "cache": str(cache),
-        }
-        self._command = [sys.executable, "-m", __name__, json.dumps(told)]
+    def __init__(self, task: Computes | Pushes) -> None:
+        self._command = [sys.executable, "-m", __name__, msgspec.json.encode(task).decode()]
 
     def __enter__(self) -> Neighbour:
         self._process = subprocess.Popen(
@@ -56,7 +69,7 @@ class Neighbour:
         self._process.stdout.close()
 
     def busy(self) -> None:
-        """From now on it computes."""
+        """From now on it works."""
         self._tell("busy")
 
     def idle(self) -> None:
@@ -74,21 +87,32 @@ class Neighbour:
             raise SystemExit(f"the neighbour ended with status {self._process.wait()}")
 
 
-def _main(told: str) -> None:
-    """`told`: a JSON object, as `Neighbour` writes it."""
-    given = json.loads(told)
-    os.sched_setaffinity(0, given["cores"])
+@contextmanager
+def _turns(task: Computes | Pushes) -> Iterator[Callable[[], object]]:
+    """What is done over and over."""
+    if isinstance(task, Pushes):
+        pages = tuple(range(PAGES))
+        with Pair(task.kind, PAGES, task.geometry, task.to) as pair:
+            yield lambda: pair.hand_over(pages)
+        return
     case = prefill(0, CHUNK)
     stepper = Stepper(
-        Path(given["folder"]),
-        given["dtype"],
-        given["threads"],
-        given["page_size"],
+        Path(task.folder),
+        task.dtype,
+        task.threads,
+        task.page_size,
         [case],
         seed=1,
-        weights=given["weights"],
-        cache=Path(given["cache"]),
+        weights=task.weights,
+        cache=Path(task.cache),
     )
+    yield lambda: list(stepper.measure([case], 1))
+
+
+def _main(told: str) -> None:
+    """`told`: a task, as `Neighbour` writes it."""
+    task = msgspec.json.decode(told, type=Computes | Pushes)
+    os.sched_setaffinity(0, task.cores)
     wanted, ended, idle = threading.Event(), threading.Event(), threading.Event()
 
     def listen() -> None:
@@ -103,16 +127,16 @@ def _main(told: str) -> None:
         ended.set()
         wanted.set()
 
-    threading.Thread(target=listen, daemon=True).start()
-    print("ready", flush=True)
-    while True:
-        if not wanted.is_set():
-            idle.set()
-            wanted.wait()
-        if ended.is_set():
-            return
-        for _ in stepper.measure([case], 1):
-            pass
+    with _turns(task) as turn:
+        threading.Thread(target=listen, daemon=True).start()
+        print("ready", flush=True)
+        while True:
+            if not wanted.is_set():
+                idle.set()
+                wanted.wait()
+            if ended.is_set():
+                return
+            turn()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ anew before it, so that a step can be repeated; the time is the runner's own, of
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,12 @@ from cbdisagg.engine.base import Runner
 from cbdisagg.engine.build import ModelInfo, build_runner, describe
 from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
 
-REGIONS = ("decode small", "decode large", "prefill", "mixed")
-SMALL_BATCH = 8
+KINDS = ("decode small", "decode large", "prefill", "mixed")
+LONG = "long"
+REGIONS = (*KINDS, LONG)
+SMALL_BATCH, SHORT = 8, 1024
+"""Sequences that still are a small batch, tokens that still are a short sequence: with a longer one a step is long."""
+CONTEXTS = (64, 256, 1024, 4096)
 _GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
 
 
@@ -33,6 +38,8 @@ class Case:
 
     @property
     def region(self) -> str:
+        if max(part.start + part.tokens for part in self.work) > SHORT:
+            return LONG
         decodes = sum(part.decodes for part in self.work)
         if decodes == 0:
             return "prefill"
@@ -47,47 +54,74 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """How far the steps go: sequences that decode at once, tokens of a chunk, tokens of a context."""
+    """How far the steps go: sequences that decode at once, tokens of a chunk, tokens of one sequence, the chunk
+    included, and tokens of all sequences together (`pool`).
+    """
 
     batch: int
     chunk: int
     context: int
+    pool: int
 
 
 def sweep(reach: Range) -> list[Case]:
     """The steps to fit: each size alone, over all lengths, and chunks beside decodes."""
-    batches = [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128) if n <= reach.batch]
-    chunks = [n for n in (16, 32, 64, 128, 256, 512, 1024, 2048) if n <= reach.chunk] or [reach.chunk]
-    contexts = [n for n in (64, 256, 1024, 4096) if n <= reach.context // 2] or [max(1, reach.context // 2)]
-    cases = [decode([context] * batch) for batch in batches for context in contexts]
-    cases += [prefill(start, chunk) for chunk in chunks for start in (0, *contexts[1:])]
-    beside = sorted({batches[0], max(n for n in batches if n <= SMALL_BATCH), batches[-1]})
-    cases += [
-        Case((*decode([contexts[-1] // 2] * batch).work, *prefill(start, chunk).work))
-        for batch in beside
-        for chunk in chunks[::2]
-        for start in (0, contexts[-1] // 2)
-    ]
+    batches = _upto(reach.batch, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
+    chunks = _upto(reach.chunk, (16, 32, 64, 128, 256, 512, 1024, 2048, 4096))
+    contexts = _upto(reach.context, CONTEXTS)
+    fitting = {batch: min(reach.context, reach.pool // batch) for batch in batches if batch <= reach.pool}
+    cases = [decode([context] * batch) for batch, most in fitting.items() for context in _upto(most, CONTEXTS)]
+    cases += [prefill(start, chunk) for chunk in chunks for start in _starts(reach, chunk, contexts)]
+    for batch in sorted({batches[0], max(n for n in batches if n <= SMALL_BATCH), batches[-1]}):
+        for chunk in chunks[::-2]:
+            starts = _starts(reach, chunk, contexts)
+            for start in sorted({starts[0], starts[-1]}):
+                context = min(512, reach.context // 2, (reach.pool - start - chunk) // batch)
+                if context >= 1:
+                    cases.append(Case((*decode([context] * batch).work, *prefill(start, chunk).work)))
     return cases
+
+
+def _upto(most: int, sizes: Sequence[int]) -> list[int]:
+    """Those, and the most itself."""
+    return [*(size for size in sizes if size < most), most]
+
+
+def _starts(reach: Range, chunk: int, contexts: Sequence[int]) -> list[int]:
+    """Tokens that may have been computed before a chunk: none, each of the contexts, as many as there is room for."""
+    last = reach.context - chunk
+    return sorted({0, last, *(context for context in contexts[1:] if context < last)})
 
 
 def unseen(reach: Range, count: int, seed: int) -> list[Case]:
-    """Steps that are not fitted: any mixture of lengths, of each region in turn."""
+    """Steps that are not fitted: any mixture of lengths, of each region in turn. Chunks of all sizes are as likely."""
     draw = random.Random(seed)
-    cases = []
-    for n in range(count):
-        region = REGIONS[n % len(REGIONS)]
-        few = draw.randint(1, min(SMALL_BATCH, reach.batch))
-        many = draw.randint(min(SMALL_BATCH + 1, reach.batch), reach.batch)
-        batch = {"decode small": few, "decode large": many, "prefill": 0, "mixed": draw.choice((few, many))}[region]
-        work = list(decode([draw.randint(1, max(1, reach.context // 2)) for _ in range(batch)]).work)
-        if region in ("prefill", "mixed"):
-            prompts = draw.randint(1, min(2, reach.chunk))
-            for _ in range(prompts):
-                chunk = draw.randint(min(16, reach.chunk // prompts), reach.chunk // prompts)
-                work += prefill(draw.choice((0, draw.randint(0, reach.context // 2))), chunk).work
-        cases.append(Case(tuple(work)))
-    return cases
+    regions = [region for region in REGIONS if region != LONG or reach.context > SHORT]
+    return [_drawn(regions[n % len(regions)], reach, draw) for n in range(count)]
+
+
+def _drawn(region: str, reach: Range, draw: random.Random) -> Case:
+    """Of a long one, the first sequence is."""
+    kind = draw.choice(KINDS) if region == LONG else region
+    few = draw.randint(1, min(SMALL_BATCH, reach.batch))
+    many = draw.randint(min(SMALL_BATCH + 1, reach.batch), reach.batch)
+    batch = {"decode small": few, "decode large": many, "prefill": 0, "mixed": draw.choice((few, many))}[kind]
+    prompts = draw.randint(1, min(2, reach.chunk)) if kind in ("prefill", "mixed") else 0
+    short, left = min(SHORT, reach.context), reach.pool
+    longest = reach.context if region == LONG else short
+    work: list[Work] = []
+    for n in range(prompts + batch):
+        others = prompts + batch - n - 1
+        least, room = (SHORT + 1, left - others) if region == LONG and n == 0 else (1, left // (others + 1))
+        tokens = draw.randint(least, max(least, min(longest if n == 0 else short, room)))
+        left -= tokens
+        if n < prompts:
+            chunk = min(tokens, round(math.exp(draw.uniform(0.0, math.log(reach.chunk // prompts)))))
+            start = tokens - chunk if least > 1 else draw.choice((0, tokens - chunk))
+            work += prefill(start, chunk).work
+        else:
+            work += decode([tokens]).work
+    return Case(tuple(work))
 
 
 def decode(contexts: Sequence[int]) -> Case:
@@ -143,15 +177,17 @@ class Stepper:
         self._plans = 0
         self._held: tuple[int, ...] = ()
 
-    def measure(self, cases: Sequence[Case], rounds: int) -> Iterator[Case]:
+    def measure(self, cases: Sequence[Case], rounds: int, enough_s: float = math.inf) -> Iterator[Case]:
         """Each case once in every round, so that a slow spell of the machine falls on all; yields as it goes.
 
-        What has just been loaded, or not been used for long, is slow: the first step of all is not counted.
+        What has just been loaded, or not been used for long, is slow: the first step of all is not counted. What has
+        been measured for `enough_s` is left out: the longer a step, the less noise is in its time.
         """
         self._run(cases[0].work)
         for _ in range(rounds):
             for case in cases:
-                case.seconds.append(self._run(case.work))
+                if sum(case.seconds) < enough_s:
+                    case.seconds.append(self._run(case.work))
                 yield case
 
     def _pages_for(self, part: Work) -> int:

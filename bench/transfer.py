@@ -1,9 +1,9 @@
 """`cbdisagg bench transfer`: what it costs to hand KV pages from one process to another.
 
 Two real processes with pools of SmolLM2-135M's geometry (30 layers; 12,288 bytes per page and layer: bfloat16, 16
-tokens), joined by the same code that workers use, self-test included. One hand-over is timed from its first `push`
-until its last byte is in the receiver's pool; both processes read the same monotonic clock. A copy of as many bytes
-inside one process, in the same run, is the yardstick.
+tokens; `cbdisagg profile` asks for that of its model), joined by the same code that workers use, self-test included.
+One hand-over is timed from its first `push` until its last byte is in the receiver's pool; both processes read the same
+monotonic clock. A copy of as many bytes inside one process, in the same run, is the yardstick.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Collection
 from statistics import median, quantiles
 from typing import Annotated, TypedDict
 
@@ -36,8 +36,18 @@ from cbdisagg.transfer.base import LandedCallback, PushDoneCallback, Transfer
 from cbdisagg.transfer.pool import MappedPool, create_pool
 from cbdisagg.transfer.select import make_transfer
 
-LAYERS, PAGE_BYTES, PAGE_SIZE = 30, 12_288, 16
 KINDS = ("shm", "zmq")
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """Of a pool: `page_bytes` in one layer, `page_size` in tokens."""
+
+    layers: int
+    page_bytes: int
+    page_size: int
+
+
+SMOLLM2 = Geometry(30, 12_288, 16)
 
 
 class Row(TypedDict):
@@ -71,14 +81,14 @@ def transfer(
     sizes, kinds = tokens or [128, 512, 2048], chosen("--kind", kind or KINDS, KINDS)
     rows, tests = [], {}
     for name in kinds:
-        with Pair(name, sum(-(-size // PAGE_SIZE) for size in sizes)) as pair:
+        with Pair(name, sum(-(-size // SMOLLM2.page_size) for size in sizes)) as pair:
             tests[name] = pair.bytes_per_s
             for size in sizes:
                 rows.append(pair.measure(size, repeats, quiet=as_json))
     report = {
         "command": "cbdisagg bench transfer",
         "repeats": repeats,
-        "geometry": {"layers": LAYERS, "page_bytes": PAGE_BYTES, "page_size": PAGE_SIZE},
+        "geometry": msgspec.to_builtins(SMOLLM2),
         "machine": {"cpus": len(os.sched_getaffinity(0)), "arch": platform.machine(), "kernel": platform.release()},
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "zmq": zmq.zmq_version()},
         "self_test_gb_per_s": {name: round(speed / 1e9, 2) for name, speed in tests.items()},
@@ -114,11 +124,23 @@ def _print_table(rows: list[Row], tests: dict[str, float]) -> None:
     console.print("self-test: " + ", ".join(f"{name} {speed / 1e9:.1f} GB/s" for name, speed in tests.items()))
 
 
+class Receiver(msgspec.Struct, frozen=True):
+    """What the child is to be. `cores`: those that it is pinned to; empty: those of its parent."""
+
+    folder: str
+    kind: str
+    pages: int
+    geometry: Geometry
+    cores: tuple[int, ...]
+
+
 class Pair:
     """This process as prefill worker, a child as decode worker, joined by one kind of transport."""
 
-    def __init__(self, kind: str, pages: int) -> None:
-        self._kind, self._pages = kind, pages
+    def __init__(self, kind: str, pages: int, geometry: Geometry = SMOLLM2, cores: Collection[int] = ()) -> None:
+        """`pages` of each pool; `cores`: those of the child, empty: of this process."""
+        self._kind, self._pages, self._geometry = kind, pages, geometry
+        self._cores = tuple(sorted(cores))
         self._next_page, self._serial = 0, 0
         self._seconds = 0.0  # of the latest push, in this thread
 
@@ -135,8 +157,9 @@ class Pair:
     def _join(self, undo: contextlib.ExitStack) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="cbdisagg-bench-")
         undo.callback(self._folder.cleanup)
+        told = Receiver(self._folder.name, self._kind, self._pages, self._geometry, self._cores)
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "cbdisagg_bench.transfer", self._folder.name, str(self._pages), self._kind],
+            [sys.executable, "-m", "cbdisagg_bench.transfer", msgspec.json.encode(told).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -144,7 +167,7 @@ class Pair:
         )
         undo.callback(self._end_child)
         self._me = Address("prefill", time.time_ns(), f"ipc://{self._folder.name}/prefill")
-        self._pool = create_pool(self._me, LAYERS, self._pages, PAGE_BYTES)
+        self._pool = create_pool(self._me, self._geometry.layers, self._pages, self._geometry.page_bytes)
         undo.callback(self._pool.close)
         self._pool.pages[:] = np.random.default_rng(0).integers(0, 256, self._pool.pages.shape, np.uint8)
         self._transfer = _make(self._kind, self._me, self._pool, self._done, lambda _: None)
@@ -165,10 +188,10 @@ class Pair:
         self._child.stdout.close()
 
     def measure(self, tokens: int, repeats: int, quiet: bool) -> Row:
-        pages = -(-tokens // PAGE_SIZE)
+        pages = -(-tokens // self._geometry.page_size)
         target = tuple(range(self._next_page, self._next_page + pages))
         self._next_page += pages
-        nbytes = LAYERS * pages * PAGE_BYTES
+        nbytes = self._geometry.layers * pages * self._geometry.page_bytes
         source, copy = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
         total, runner, plain = [], [], []
         for _ in track(range(repeats + 1), f"{self._kind} {tokens} tokens", disable=quiet, transient=True):
@@ -199,7 +222,7 @@ class Pair:
         self._ask({"attempt": attempt, "source": self._me, "pages": pages})
         push = Push(self._serial, attempt, self._peer, pages, pages, True)
         start = time.monotonic()
-        for layer in range(LAYERS):
+        for layer in range(self._geometry.layers):
             self._transfer.push(layer, push)
         self._transfer.end(push)
         end = time.monotonic() if self._kind == "shm" else float(self._read())
@@ -223,12 +246,15 @@ class Pair:
         return line
 
 
-def receive(folder: Path, pages: int, kind: str) -> None:
+def receive(told: Receiver) -> None:
     """The child: a decode worker that expects what it is told to, and says when it has landed."""
-    me = Address("decode", time.time_ns(), f"ipc://{folder}/decode")
-    pool = create_pool(me, LAYERS, pages, PAGE_BYTES)
-    transfer = _make(kind, me, pool, lambda *_: None, lambda _: print(time.monotonic(), flush=True))
-    info = WorkerInfo(me, "decode", platform.node(), "", transfer.info, PAGE_SIZE, 1, pages * PAGE_SIZE)
+    if told.cores:
+        os.sched_setaffinity(0, told.cores)
+    size = told.geometry
+    me = Address("decode", time.time_ns(), f"ipc://{told.folder}/decode")
+    pool = create_pool(me, size.layers, told.pages, size.page_bytes)
+    transfer = _make(told.kind, me, pool, lambda *_: None, lambda _: print(time.monotonic(), flush=True))
+    info = WorkerInfo(me, "decode", platform.node(), "", transfer.info, size.page_size, 1, told.pages * size.page_size)
     print(msgspec.json.encode(info).decode(), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -256,4 +282,4 @@ def _broken(peer: Address, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    receive(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    receive(msgspec.json.decode(sys.argv[1], type=Receiver))

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from typing import cast
+
 import numpy as np
 import pytest
 import typer
 from cbdisagg_bench import profile
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers, nnls
 from cbdisagg_bench.profile_host import measure_host
-from cbdisagg_bench.profile_steps import REGIONS, Case, Range, decode, prefill, sweep, unseen
+from cbdisagg_bench.profile_neighbour import Neighbour, Pushes
+from cbdisagg_bench.profile_steps import (
+    LONG,
+    REGIONS,
+    SHORT,
+    SMALL_BATCH,
+    Case,
+    Range,
+    Stepper,
+    decode,
+    prefill,
+    sweep,
+    unseen,
+)
+from cbdisagg_bench.transfer import Geometry
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.progress import Progress
 
 from cbdisagg.actors.cores import Cores
-from cbdisagg.config import Config
+from cbdisagg.config import Config, Kv, Scheduler, Transfer
 from cbdisagg.core.cost import CostModel
+from cbdisagg.engine.build import ModelInfo
 
-REACH = Range(batch=64, chunk=512, context=2048)
+REACH = Range(batch=64, chunk=512, context=2048, pool=20_000)
 TRUE = CostModel(
     h=0.01, h_mix=0.002, L=((1, 0.0), (16, 0.0), (512, 0.5)), a=2e-7, d=2e-6, t0=0.0, t_d=0.0, B=1.0, s=3e-4
 )
@@ -68,17 +88,113 @@ def test_transfers_have_a_start_a_price_for_each_run_and_a_speed() -> None:
     assert fit_transfers(timed_transfers) == pytest.approx((1e-4, 2e-6, 8e9), rel=1e-6)
 
 
-def test_the_steps_are_within_reach_and_of_every_region() -> None:
-    for cases in (sweep(REACH), unseen(REACH, 40, seed=1)):
-        assert {case.region for case in cases} == set(REGIONS)
+def tokens(case: Case, *, decodes: bool) -> list[int]:
+    return [part.start + part.tokens for part in case.work if part.decodes == decodes]
+
+
+@pytest.mark.parametrize(
+    "furthest",
+    [
+        REACH,
+        Range(batch=256, chunk=2048, context=4096, pool=46_000),
+        Range(batch=2, chunk=3, context=8, pool=16),
+        Range(batch=64, chunk=512, context=512, pool=600),  # the whole batch never fits with more than a few tokens
+    ],
+)
+def test_the_steps_go_as_far_as_they_may_and_are_of_every_region(furthest: Range) -> None:
+    for cases in (sweep(furthest), unseen(furthest, 100, seed=1)):
+        regions = set(REGIONS) if furthest.context > SHORT else set(REGIONS) - {LONG}
+        assert {case.region for case in cases} >= (regions if furthest.batch > SMALL_BATCH else {"prefill", "mixed"})
         for case in cases:
-            assert sum(part.decodes for part in case.work) <= REACH.batch
-            assert sum(part.tokens for part in case.work if not part.decodes) <= REACH.chunk
-    assert [case.work for case in unseen(REACH, 8, 1)] == [case.work for case in unseen(REACH, 8, 1)]
-    tiny = Range(batch=2, chunk=3, context=8)
-    for case in [*sweep(tiny), *unseen(tiny, 40, 0)]:
-        assert all(part.tokens >= 1 and part.start + part.tokens <= tiny.context for part in case.work)
-    assert prefill(3, 4).region == "prefill"
+            lengths = [*tokens(case, decodes=True), *tokens(case, decodes=False)]
+            assert len(tokens(case, decodes=True)) <= furthest.batch
+            assert sum(part.tokens for part in case.work if not part.decodes) <= furthest.chunk
+            assert max(lengths) <= furthest.context and sum(lengths) <= furthest.pool
+            assert all(part.tokens >= 1 and part.start >= 0 for part in case.work)
+    swept = sweep(furthest)
+    assert max(part.tokens for case in swept for part in case.work) == furthest.chunk
+    assert max(length for case in swept for length in tokens(case, decodes=False)) == furthest.context
+    assert [case.work for case in unseen(furthest, 8, 1)] == [case.work for case in unseen(furthest, 8, 1)]
+    assert prefill(3, 4).region == "prefill" and prefill(SHORT, 4).region == LONG
+
+
+def test_the_config_says_how_far_steps_go() -> None:
+    info = ModelInfo("llama", "bfloat16", 30, 3, 64, 49_152, 8192, "")
+    found = profile.reach(Config(), info, 0)
+    assert found == Range(64, 512, 4096, (512 << 20) // 368_640 * 16)
+    large = Config(kv=Kv(pages=200, page_size=32), scheduler=Scheduler(max_batch=256, token_budget=2048))
+    assert profile.reach(large, info, 0) == Range(256, 2048, 4096, 6400)
+    assert profile.reach(large, info, 1000) == Range(256, 1000, 1000, 6400)
+    with pytest.raises(typer.BadParameter, match="the config allows 6400 tokens"):
+        profile.reach(large, info, 6401)
+
+
+@pytest.mark.parametrize(("kind", "measured"), [("auto", "shm"), ("shm", "shm"), ("zmq", "zmq")])
+def test_pages_of_the_model_s_size_go_the_config_s_way(
+    monkeypatch: pytest.MonkeyPatch, kind: str, measured: str
+) -> None:
+    assert profile.transfer_kind(Config(transfer=Transfer(kind=kind))) == measured  # type: ignore[arg-type]
+    asked: list[tuple[str, int, Geometry]] = []
+
+    class Recorded:
+        def __init__(self, kind: str, pages: int, geometry: Geometry) -> None:
+            asked.append((kind, pages, geometry))
+
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def hand_over(self, pages: tuple[int, ...]) -> float:
+            return 1e-3 * len(pages)
+
+    monkeypatch.setattr(profile, "Pair", Recorded)
+    geometry = Geometry(2, 512, 8)
+    timed = profile._time_transfers(measured, geometry, Progress(disable=True))
+    assert asked == [(measured, 128, geometry)]
+    assert {nbytes for nbytes, _, _ in timed} == {2 * 512 * count for count in profile.TRANSFER_PAGES}
+
+
+def test_a_neighbour_s_part_is_what_steps_take_longer_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process is played by a flag, the steps by a clock that it slows."""
+    busy = [False]
+
+    class Played:
+        def __init__(self, task: object) -> None: ...
+
+        def __enter__(self) -> Played:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def busy(self) -> None:
+            busy[0] = True
+
+        def idle(self) -> None:
+            busy[0] = False
+
+    class Slowed:
+        def measure(self, cases: list[Case], rounds: int) -> list[Case]:
+            for case in cases:
+                case.seconds.append(0.013 if busy[0] else 0.010)
+            return cases
+
+    monkeypatch.setattr(profile, "Neighbour", Played)
+    works, stepper, bar = [decode([4])], cast(Stepper, Slowed()), Progress(disable=True)
+    pushes = Pushes("shm", Geometry(2, 512, 8), (1,), (0,))
+    assert profile._slowed(stepper, works, pushes, "", bar) == pytest.approx(0.3)
+    assert not works[0].seconds  # what is fitted is not mixed with it
+    assert profile._slowed(stepper, works, replace(pushes, cores=()), "", bar) == 0.0
+
+
+def test_a_neighbour_pushes_pages_until_its_input_ends() -> None:
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    with Neighbour(Pushes("zmq", Geometry(2, 512, 8), cores, cores)) as neighbour:
+        neighbour.busy()
+        neighbour.idle()
+        process = neighbour._process
+    assert process.returncode == 0
 
 
 def test_the_host_s_share_grows_with_the_batch() -> None:
