@@ -1,7 +1,8 @@
 """The Triton kernels on this device against references in float64: the largest error of each, and what it may be.
 
 Attention is compiled anew for each shape and dtype, which takes seconds, so some processes share these: usage of each:
-python -m cbdisagg_bench.gpu_kernels DEVICE SHARE. Rows are JSON lines on its stdout.
+python -m cbdisagg_bench.gpu_kernels DEVICE SHARE. Its rows are JSON lines on stdout, which is this process's too: each
+is there as soon as it is measured, whatever becomes of the others.
 """
 
 from __future__ import annotations
@@ -51,18 +52,15 @@ SHARES = 6
 
 def run(setting: Setting) -> Iterator[Row]:
     command = [sys.executable, "-m", "cbdisagg_bench.gpu_kernels", setting.name]
-    sharers = [
-        subprocess.Popen([*command, str(share)], stdout=subprocess.PIPE, text=True)
-        for share in range(setting.size(SHARES, 1))
-    ]
-    with setting.device.queueing():
-        yield from _small(setting)
-        yield from _draws(setting)
-    for sharer in sharers:
-        text, _ = sharer.communicate()
-        yield from (Row(**json.loads(line)) for line in text.splitlines())
-        if sharer.returncode:
-            raise RuntimeError(f"a process of its shapes ended with status {sharer.returncode}")
+    sharers = [subprocess.Popen([*command, str(share)]) for share in range(setting.size(SHARES, 1))]
+    try:
+        with setting.device.queueing():
+            yield from _small(setting)
+            yield from _draws(setting)
+    finally:
+        ended = [sharer.wait() for sharer in sharers]
+    if any(ended):
+        raise RuntimeError(f"of the processes that share its shapes {len(ended) - ended.count(0)} failed")
 
 
 def attention(setting: Setting, share: int) -> Iterator[Row]:

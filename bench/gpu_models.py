@@ -57,8 +57,6 @@ class Llama:
 
 
 LLAMA_8B = Llama(32, 4096, 14_336, 32, 8, 128, 128_256)
-KV_OF_8B = Llama(32, 2048, 4096, 16, 8, 128, 32_000)
-"""As much KV for each token as Llama 3.1 8B has, and a sixth of its weights: for hand-overs."""
 TINY = Llama(2, 64, 96, 4, 2, 16, 400, 2048)
 
 

@@ -54,8 +54,15 @@ def setting(name: str, limit_s: float = math.inf) -> Setting:
     return Setting(name, HostDevice() if name == "cpu" else open_device(name), until)
 
 
+BUSY_CYCLES = 2_000_000
+"""About a millisecond of a GPU."""
+
+
 def seconds(setting: Setting, call: Callable[[], object], repeat: int = 20) -> float:
-    """The median time of a call on the device, after two that warm up. Each is timed by itself, between events."""
+    """The median time of a call on the device, after two that warm up. Each is timed by itself, between events.
+
+    The device is kept busy while the call is queued: else what is timed of a short kernel is how Python launches it.
+    """
     repeat = setting.size(repeat, 2)
     if setting.tiny:
         call()
@@ -64,6 +71,7 @@ def seconds(setting: Setting, call: Callable[[], object], repeat: int = 20) -> f
     with setting.device.queueing():
         for n in range(2 + repeat):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(BUSY_CYCLES)
             begin.record()
             call()
             end.record()

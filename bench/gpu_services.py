@@ -12,12 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import numpy as np
-from cbdisagg_bench.gpu_models import KV_OF_8B, TINY, write_folder
+from cbdisagg_bench.gpu_models import LLAMA_8B, TINY, write_folder
 from cbdisagg_bench.gpu_rows import Row, Setting, at_most
 from cbdisagg_bench.service import Service, running
 
@@ -71,7 +72,7 @@ def config_text(
 def pair(setting: Setting) -> Iterator[Row]:
     """1P1D against one worker: the same tokens, and what the hand-over of a long prompt costs."""
     part = "pair"
-    shape, prompt = (TINY, 200) if setting.tiny else (KV_OF_8B, PROMPT)
+    shape, prompt = (TINY, 200) if setting.tiny else (LLAMA_8B, PROMPT)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "model").mkdir()
@@ -79,7 +80,7 @@ def pair(setting: Setting) -> Iterator[Row]:
         roles = {"pair": {"prefill": 1, "decode": 1}, "single": {"any": 1}}
         for service, each in roles.items():
             longest = prompt + 64
-            text = config_text(setting, each, "bfloat16", max_len=longest, memory_mb=8192, batch=16, budget=longest)
+            text = config_text(setting, each, "bfloat16", max_len=longest, memory_mb=2048, batch=16, budget=longest)
             (folder / f"{service}.toml").write_text(text)
         answers, ways = asyncio.run(_ask_both(folder, shape.vocab, prompt, setting.size(REPEAT, 2)))
     pairs, singles = answers["pair"], answers["single"]
@@ -99,20 +100,27 @@ def pair(setting: Setting) -> Iterator[Row]:
 
 
 async def _ask_both(folder: Path, vocab: int, prompt: int, repeat: int) -> tuple[dict[str, list[Told]], set[str]]:
-    """Answers by service, asked in turn; and the ways that the pair's KV took."""
+    """Answers by service, which start together and are asked in turn; and the ways that the pair's KV took."""
     answers: dict[str, list[Told]] = {"pair": [], "single": []}
     random = np.random.default_rng(1)
     model = ("--model", str(folder / "model"))
-    async with (
-        running("pair", ("--config", str(folder / "pair.toml"), *model), folder / "pair.log") as pair,
-        running("single", ("--config", str(folder / "single.toml"), *model), folder / "single.log") as single,
-        aiohttp.ClientSession() as session,
-    ):
+    async with AsyncExitStack() as ending, aiohttp.ClientSession() as session:
+        starts = (
+            ending.enter_async_context(
+                running(name, ("--config", str(folder / f"{name}.toml"), *model), folder / f"{name}.log")
+            )
+            for name in answers
+        )
+        services: dict[str, Service] = {}
+        for name, started in zip(answers, await asyncio.gather(*starts, return_exceptions=True), strict=True):
+            if isinstance(started, BaseException):
+                raise started
+            services[name] = started
         for _ in range(2 + repeat):
             ids = random.integers(0, vocab, prompt).tolist()
-            for name, service in (("pair", pair), ("single", single)):
+            for name, service in services.items():
                 answers[name].append(await _ask(session, service, ids))
-        ways = await _ways(session, pair)
+        ways = await _ways(session, services["pair"])
     return answers, ways
 
 

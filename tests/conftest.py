@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 # Triton's kernels are interpreted where there is no GPU. Which it is, Triton decides once, when a kernel is defined.
-# Tests marked gpu are run with TRITON_INTERPRET=0.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

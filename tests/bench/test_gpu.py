@@ -8,21 +8,23 @@ import re
 import select
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
-from cbdisagg_bench import gpu
-from cbdisagg_bench.gpu_models import KV_OF_8B, TINY, write_folder
+from cbdisagg_bench import gpu, gpu_ipc, gpu_kernels
+from cbdisagg_bench.gpu_models import LLAMA_8B, TINY, write_folder
 from cbdisagg_bench.gpu_part import PARTS
-from cbdisagg_bench.gpu_rows import Row, at_least, at_most
+from cbdisagg_bench.gpu_rows import Row, Setting, at_least, at_most, seconds, setting
 from rich.console import Console
 
 from cbdisagg.engine.families import weights_of
 from cbdisagg.engine.specs import read_spec
 from cbdisagg.engine.weights import load
+from cbdisagg.transfer.cuda_ipc import CudaIpcLink
 
 ROOT = Path(__file__).parents[2]
 ON_A_GPU_MACHINE = {
@@ -60,6 +62,55 @@ def test_a_part_runs_by_itself_and_its_rows_are_kept(tmp_path: Path) -> None:
     rows = {row.what: row for row in outcome.rows}
     assert rows["layers of 2 that arrived damaged"].holds is True
     assert rows["self-test"].value > 0
+
+
+def test_rows_of_processes_that_share_the_shapes_are_kept_when_some_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also of those that come later than the one that fails."""
+    sharer, waits = tmp_path / "sharer", tmp_path / "waits"
+    os.mkfifo(waits)
+    sharer.write_text(
+        f"#!/bin/sh\nif [ $4 = 0 ]; then echo first >{waits}; exit 1; fi\nread _ <{waits}\necho row of $4\n"
+    )
+    sharer.chmod(0o700)
+    monkeypatch.setattr(gpu_kernels.sys, "executable", str(sharer))
+    monkeypatch.setattr(gpu_kernels, "_small", lambda setting: iter([Row("kernels", "own", 0.0, "abs")]))
+    monkeypatch.setattr(gpu_kernels, "_draws", lambda setting: iter(()))
+    monkeypatch.setattr(Setting, "size", lambda setting, whole, tiny: 2)
+    rows = gpu_kernels.run(setting("cpu"))
+    assert next(rows).what == "own"
+    with pytest.raises(RuntimeError, match="1 failed"):
+        next(rows)
+    assert capfd.readouterr().out == "row of 1\n"
+
+
+def test_the_device_is_busy_while_what_is_timed_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        def record(self) -> None:
+            queued.append("event")
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Event) -> float:
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: queued.append("busy"))
+    on_a_gpu = replace(setting("cpu"), name="cuda:0")
+    assert seconds(on_a_gpu, lambda: queued.append("call"), repeat=1) == pytest.approx(3e-3)
+    assert queued == 3 * ["busy", "event", "call", "event"]
+
+
+def test_a_layer_that_does_not_arrive_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    push = CudaIpcLink.push
+    monkeypatch.setattr(CudaIpcLink, "push", lambda link, layer, what: layer and push(link, layer, what))
+    rows = {row.what: row for row in gpu_ipc.run(setting("cpu"))}
+    assert rows["layers of 2 that arrived damaged"].value == 1
 
 
 def test_a_part_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -108,12 +159,12 @@ def test_one_bad_part_does_not_hide_the_others(tmp_path: Path, monkeypatch: pyte
 
 
 def test_services_load_a_model_that_takes_no_room(tmp_path: Path) -> None:
-    """Its weights come to be where it runs: also those of 2.7 GB."""
-    write_folder(tmp_path, KV_OF_8B)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 5 << 20
+    """Its weights come to be where it runs: also those of 16 GB."""
+    write_folder(tmp_path, LLAMA_8B)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10 << 20
     spec = read_spec(tmp_path)
     weights = weights_of(spec, load(tmp_path, torch.device("meta")))
-    assert weights.embed.shape == (32_000, 2048) and weights.embed is not weights.head.parts[0]
+    assert weights.embed.shape == (128_256, 4096) and weights.embed is not weights.head.parts[0]
     assert {product.weight(torch.bfloat16).device.type for product in weights.products()} == {"meta"}
     write_folder(tmp_path, TINY)
     drawn = load(tmp_path)
