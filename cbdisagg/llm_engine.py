@@ -130,7 +130,7 @@ class Engine:
                 try:
                     return await self._attempt(job, on_change, id)
                 except RequestRejected as refusal:
-                    if refusal.status != TOO_MANY:
+                    if refusal.status != TOO_MANY or not refusal.retry_after_s:
                         raise
                     await asyncio.sleep(refusal.retry_after_s)  # others fill the queue; it said when to come again
         finally:

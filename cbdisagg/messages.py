@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias, cast
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -473,20 +473,25 @@ class Forecast(Struct, frozen=True, array_like=True):
     """What a worker predicts of itself, from its own fitted model. Seconds, tokens.
 
     `step_s`: a step in which all sequences that it has taken decode; `row_s` more for one more of them, `context_s`
-    for each token of its context. `prefill_s`: for each prompt token while nothing decodes, `mixed_s` beside what
-    decodes now and within its targets, each with `square_s` x tokens^2 more for a prompt. `gain`: seconds of prefill
-    alone that a chunk saves for each second that it adds to a step of decodes. `tpot_s`: the tightest target of those
-    that decode here, 0 if there are none.
+    for each token of its context. `gain`: seconds of prefill alone that a chunk saves for each second that it adds to a
+    step of decodes. `tpot_s`: the tightest target of those that decode here, 0 if there are none.
+
+    Prompts: `free_s` until the step that runs has ended; the next one may hold `chunk` tokens of them beside what
+    decodes now, and takes `chunk_s[k]` with 2^k of them; further ones hold `steady` tokens, within the targets of what
+    decodes, and take `token_s` for each. A prompt takes `square_s` x tokens^2 more.
     """
 
     step_s: float = 0.0
     row_s: float = 0.0
     context_s: float = 0.0
-    prefill_s: float = 0.0
-    mixed_s: float = 0.0
-    square_s: float = 0.0
     gain: float = 1.0
     tpot_s: float = 0.0
+    free_s: float = 0.0
+    chunk: int = 0
+    chunk_s: tuple[float, ...] = (0.0,)
+    steady: int = 1
+    token_s: float = 0.0
+    square_s: float = 0.0
 
 
 class Load(Struct, frozen=True, tag=True):
@@ -494,7 +499,8 @@ class Load(Struct, frozen=True, tag=True):
 
     `queued_tokens`: prompt tokens still to compute here. `decodes`: of those running, how many have computed theirs.
     `busy`: it has work, so `counters.steps` must grow.
-    `received` counts the Submits that this coordinator has sent and these numbers include.
+    `received` counts the Submits that this coordinator has sent and these numbers include, `jobs` the Prefills of new
+    prompts that have come since it leads.
     """
 
     busy: bool
@@ -507,6 +513,7 @@ class Load(Struct, frozen=True, tag=True):
     pages_cached: int
     counters: Counters
     received: int = 0
+    jobs: int = 0
     decodes: int = 0
     forecast: Forecast = Forecast()
 

@@ -14,6 +14,8 @@ from aiohttp import web
 from cbdisagg.api.client import RequestRejected, StreamFailed
 
 JSON = "application/json"
+NEVER_S = 60.0
+"""What a client is told that may come again as often as it likes and will not be served: most come again anyway."""
 
 _TYPES = {
     401: "authentication_error",
@@ -91,7 +93,7 @@ def error_json(error: ApiError) -> bytes:
 def error_response(error: ApiError) -> web.Response:
     headers = {}
     if error.status in (429, 503):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole seconds, and never "at once"
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or NEVER_S)))  # never "at once"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, body=error_json(error), content_type=JSON, headers=headers)

@@ -103,7 +103,7 @@ class Board:
         """All that serve."""
         return Sight([self._views[worker] for worker in self._names if serves(worker)], {}, self._links)
 
-    def sight(self, cached: Mapping[Address, int], step_s: float, serves: Serves) -> Sight:
+    def sight(self, cached: Mapping[Address, int], step_s: float, serves: Serves, now: float) -> Sight:
         """Those on whom a route may fall.
 
         `cached`: tokens of the request's prompt that are probably there already; workers without any need not be named.
@@ -113,7 +113,7 @@ class Board:
             chosen = [worker for worker in self._names if serves(worker)]
         else:
             chosen = sorted(self._choose(cached, step_s, serves))
-        return Sight([self._views[worker] for worker in chosen], cached, self._links)
+        return Sight([self._views[worker] for worker in chosen], cached, self._links, now)
 
     def _choose(self, cached: Mapping[Address, int], step_s: float, serves: Serves) -> set[Address]:
         decoders = _first(self._by_step, serves) + _first(self._by_step.below(step_s), serves)

@@ -15,35 +15,77 @@ from cbdisagg.messages import Forecast
 _FEW = 4  # sequences over which the cost of one more is averaged: L has knees
 
 
-def forecast(cost: CostModel, pace: Pace, taken: Collection[Request], streams: Sequence[Request]) -> Forecast:
-    """`taken`: all requests that decode here, now or later; `streams`: those of them that do now."""
+def forecast(
+    cost: CostModel, pace: Pace, taken: Collection[Request], streams: Sequence[Request], now: float, starts: float
+) -> Forecast:
+    """`taken`: all requests that decode here, now or later; `streams`: those of them that do now. `starts`: when the
+    next step can start.
+    """
     full = NOTHING.rows(max(1, len(taken)), sum(len(request.tokens) for request in taken))
     step_s = cost.sums_s(full)
-    prefill_s = token_s(cost, pace.token_budget)
     alone = rows(streams)
-    typical = alone.chunk(0, min(TYPICAL, pace.token_budget))
-    gain = pace.gain(typical, alone, cost) if streams else 1.0
-    tightest = min((request.spec.targets.tpot_s for request in streams), default=0.0)
+    gain = pace.gain(alone.chunk(0, min(TYPICAL, pace.token_budget)), alone, cost) if streams else 1.0
+    beside = alone if gain >= pace.eta else NOTHING  # what prompts share a step with
+    chunk, steady, each_s = _prompts(cost, pace, streams, alone, beside, starts) if streams else _alone(cost, pace)
     return Forecast(
         step_s=step_s,
         row_s=(cost.sums_s(full.rows(_FEW, 0)) - step_s) / _FEW,
         context_s=cost.d,
-        prefill_s=prefill_s,
-        mixed_s=_mixed_s(cost, pace, alone, pace.gamma * tightest, gain) if streams else prefill_s,
-        square_s=cost.a,
         gain=gain,
         tpot_s=min((request.spec.targets.tpot_s for request in taken), default=0.0),
+        free_s=starts - now,
+        chunk=chunk,
+        chunk_s=tuple(cost.sums_s(_with(beside, 1 << k)) for k in range((pace.token_budget - 1).bit_length() + 1)),
+        steady=steady,
+        token_s=each_s,
+        square_s=cost.a,
     )
 
 
-def _mixed_s(cost: CostModel, pace: Pace, alone: Sums, each_s: float, gain: float) -> float:
-    """Seconds for each prompt token in steps that take `each_s`: those that keep the tightest stream in time."""
+def prompts_s(known: Forecast, tokens: int) -> float:
+    """From the end of the step that runs until so many tokens of prompts have been computed."""
+    if tokens <= known.chunk:
+        return _chunk_s(known.chunk_s, tokens)
+    steps, rest = divmod(tokens - known.chunk, known.steady)
+    last_s = max(rest * known.token_s, _chunk_s(known.chunk_s, rest))
+    return _chunk_s(known.chunk_s, known.chunk) + steps * known.steady * known.token_s + last_s
+
+
+def _chunk_s(points: Sequence[float], tokens: int) -> float:
+    """Between the two powers of two around it."""
+    if tokens < 2:
+        return tokens * points[0]
+    k = min((tokens - 1).bit_length(), len(points) - 1)
+    half = 1 << (k - 1)
+    return points[k - 1] + (points[k] - points[k - 1]) * (tokens - half) / half
+
+
+def _with(beside: Sums, tokens: int) -> Sums:
+    """Attention of a prompt to itself left out: it depends on how the tokens are divided among prompts."""
+    return beside._replace(tokens=beside.tokens + tokens, prefills=True)
+
+
+def _alone(cost: CostModel, pace: Pace) -> tuple[int, int, float]:
+    return pace.token_budget, pace.token_budget, token_s(cost, pace.token_budget)
+
+
+def _prompts(
+    cost: CostModel, pace: Pace, streams: Sequence[Request], alone: Sums, beside: Sums, starts: float
+) -> tuple[int, int, float]:
+    """How many tokens the next step may hold, how many further ones, and the seconds for each of these: in steps that
+    take as long as keeps the tightest stream in time, once what streams have banked is spent.
+    """
     alone_s = cost.sums_s(alone)
-    if gain < pace.eta:
+    each_s = pace.gamma * min(stream.spec.targets.tpot_s for stream in streams)
+    banked_s = min(pace.protected(stream, alone_s, starts) for stream in streams) - starts
+    room = max(1, pace.token_budget - beside.decodes)
+    least = min(pace.page_size, room)
+    if not beside.decodes:
         spare = 1.0 - alone_s / each_s  # the part of the time that steps of prompts alone can have
-        return token_s(cost, pace.token_budget) / max(spare, 0.02)
-    room = max(1, pace.token_budget - alone.decodes)
-    chunk = cost.chunk_within(alone, 0, room, each_s)
-    if chunk >= min(pace.page_size, room):
-        return cost.sums_s(alone.chunk(0, chunk)) / chunk
-    return (PATIENCE + 1) * alone_s / pace.page_size
+        chunk = cost.chunk_within(beside, 0, room, banked_s - alone_s)
+        return chunk if chunk >= least else 0, room, token_s(cost, pace.token_budget) / max(spare, 0.02)
+    chunk = cost.chunk_within(beside, 0, room, banked_s)
+    steady = cost.chunk_within(beside, 0, room, each_s)
+    if steady < least:  # one page for the patient
+        return chunk if chunk >= least else 0, least, (PATIENCE + 1) * alone_s / least
+    return chunk if chunk >= least else 0, steady, cost.sums_s(beside.chunk(0, steady)) / steady

@@ -12,7 +12,8 @@ from cbdisagg.core.policy import View, look
 from cbdisagg.core.residency import Residency
 from cbdisagg.messages import Address, Load, Role, WorkerInfo
 
-UNSEEN_S = 0.05  # a Load that comes this long after a route is sure to include its job
+UNSEEN_S = 1.0
+"""A job that a worker has not said it got after so long waits at its decode worker, or never comes."""
 _MEMORY = 0.1  # weight of the newest interval between two ends
 _FIRST_BETWEEN_S = 1.0  # before two have been seen
 
@@ -20,7 +21,7 @@ _FIRST_BETWEEN_S = 1.0  # before two have been seen
 @dataclass(slots=True)
 class Member:
     """`submitted` counts the Submits sent to it; `unseen` holds (count, prompt tokens) of those that its Load does not
-    include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it may not know yet.
+    include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it has not had yet.
     `between_ends_s`: from the end of one request there to the next, lately.
     """
 
@@ -56,9 +57,10 @@ class Member:
     def hear(self, load: Load, now: float) -> None:
         if self.load is None or load.counters.steps != self.load.counters.steps or not load.busy:
             self.progress_at = now
+        come = load.jobs - self.load.jobs if self.load is not None else 0
         self.load, self.heard_at = load, now
         self.unseen = [(count, tokens) for count, tokens in self.unseen if count > load.received]
-        self.jobs = [(at, tokens) for at, tokens in self.jobs if now - at < UNSEEN_S]
+        self.jobs = [(at, tokens) for at, tokens in self.jobs[come:] if now - at < UNSEEN_S]
 
     def end(self, now: float) -> None:
         """A request has ended there."""
@@ -78,6 +80,7 @@ class Member:
             self.info.role,
             pin,
             load.forecast,
+            self.heard_at,
             sequences=load.running + load.reserved + load.waiting + len(self.unseen),
             unseen=len(self.unseen),
             streams=load.decodes,

@@ -79,7 +79,7 @@ class Placement:
             return [reject(api, request, 429, text, self._drain_s())]
         hashes = split_hashes(request.hashes)
         cached = self._holders(request, hashes)
-        decision = self.decide(request, wanted, cached)
+        decision = self.decide(request, wanted, cached, now)
         if self.config.policy.admission == "early-reject" and not request.submission and decision.reason != "sibling":
             refused = refusal(decision, wanted, self._between_ends_s)
             if refused is not None:
@@ -91,7 +91,7 @@ class Placement:
         told = self._place(request, hashes, decision, cached.get(decision.prefill, 0), now)
         return [*self._trace(request, decision, wanted), told]
 
-    def decide(self, request: Generate, wanted: Wanted, cached: Mapping[Address, int]) -> Decision:
+    def decide(self, request: Generate, wanted: Wanted, cached: Mapping[Address, int], now: float) -> Decision:
         """Somebody serves. Siblings go where the first of them went, and join its prefix there.
 
         `cached`: tokens of the prompt that a worker probably has, if any.
@@ -99,7 +99,7 @@ class Placement:
         first = self.placed.get(request.group) if request.group is not None else None
         if first is not None and self._serves(first.decode):
             return Decision(first.decode, first.decode, "sibling", 0.0)
-        sight = self.board.sight(cached, self.knobs.rho * wanted.tpot_s, self._serves)
+        sight = self.board.sight(cached, self.knobs.rho * wanted.tpot_s, self._serves, now)
         return route(sight, self.knobs, wanted)
 
     def cancel(self, message: Cancel) -> list[Effect]:

@@ -16,9 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from cbdisagg.core.forecast import prompts_s
 from cbdisagg.messages import Address, Forecast, Knobs, Role
 
 HANDOVER_S = 0.002  # messages and scheduling of one hand-over; the bytes are counted apart
+HOP_S = 0.0005  # until a request that is sent to a worker is seen there
 GRID_S = 0.005
 """Predictions closer than this are equal: the load then decides."""
 MARGIN = 0.9
@@ -45,29 +47,43 @@ class Wanted(NamedTuple):
 class View:
     """One worker as the coordinator sees it: its last Load, plus what was routed to it since.
 
-    `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting. `wait_s`: until
-    a prompt that comes now is begun, of which `place_s` until a sequence has ended whose place it takes. `rate_s`: then
-    for each token of it. `step_s`: a step with all sequences and one more, but for its context. `room`: tokens of KV.
+    `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting; `streams`: that
+    decode now. `place_s`: until a sequence has ended whose place a new one takes. `free_at`: when the step ends, or has
+    ended, that ran when it was last heard. `step_s`: a step with all sequences and one more, but for its context.
+    `room`: tokens of KV.
     """
 
     address: Address
     role: Role
     pin: Role
     sequences: int
+    streams: int
     max_batch: int
     queued_tokens: int
     forecast: Forecast
-    wait_s: float
     place_s: float
-    rate_s: float
+    free_at: float
     step_s: float
     room: int
 
-    def ttft_s(self, tokens: int, cached: int) -> float:
-        """Until the first token of a prompt of which so many are cached here."""
+    def ttft_s(self, tokens: int, cached: int, now: float) -> float:
+        """Until the first token of a prompt of which so many are cached here: from the next step on that has a place.
+
+        Streams take step after step, whether it is heard of them or not.
+        """
+        known = self.forecast
+        left_s = self.free_at - now - HOP_S
+        if left_s < 0:
+            left_s = left_s % known.step_s if self.streams and known.step_s else 0.0
         missing = max(1, tokens - cached)
         squares = tokens * tokens - (tokens - missing) ** 2
-        return self.wait_s + missing * self.rate_s + self.forecast.square_s * squares
+        computed_s = prompts_s(known, self.queued_tokens + missing) + known.square_s * squares
+        return self.place_s + HOP_S + left_s + computed_s
+
+    @property
+    def wait_s(self) -> float:
+        """Until a prompt was begun that came when it was last heard."""
+        return self.place_s + self.forecast.free_s + prompts_s(self.forecast, self.queued_tokens)
 
     def step_with(self, tokens: int) -> float:
         return self.step_s + self.forecast.context_s * tokens
@@ -75,6 +91,10 @@ class View:
     def limit_s(self, tpot_s: float) -> float:
         """The tightest TPOT once a request with this one is here."""
         return min(tpot_s, self.forecast.tpot_s) if self.forecast.tpot_s else tpot_s
+
+    @property
+    def idle(self) -> bool:
+        return not (self.sequences or self.queued_tokens)
 
     def fits(self, tokens: int) -> bool:
         return self.sequences < self.max_batch and tokens <= self.room
@@ -85,6 +105,7 @@ def look(
     role: Role,
     pin: Role,
     forecast: Forecast,
+    heard_at: float = 0.0,
     *,
     sequences: int,
     unseen: int,
@@ -97,23 +118,20 @@ def look(
     """A worker's view from its Load. `unseen`: sequences that its forecast does not know; `streams`: those that decode
     now; `between_ends_s`: seconds from one end of a sequence there to the next, lately.
     """
-    rate_s = forecast.mixed_s if streams else forecast.prefill_s
     lacking = max(0, sequences + 1 - max_batch)
     known = sequences - unseen
     joining = unseen + (1 if known else 0)  # a forecast for nobody is one for a first sequence
-    place_s = lacking * between_ends_s
-    current_s = 0.5 * forecast.step_s if streams else 0.0  # the step that runs when it comes
     return View(
         address=address,
         role=role,
         pin=pin,
         sequences=sequences,
+        streams=streams,
         max_batch=max_batch,
         queued_tokens=queued_tokens,
         forecast=forecast,
-        wait_s=place_s + current_s + queued_tokens * rate_s,
-        place_s=place_s,
-        rate_s=rate_s,
+        place_s=lacking * between_ends_s,
+        free_at=heard_at + forecast.free_s,
         step_s=forecast.step_s + joining * forecast.row_s,
         room=room,
     )
@@ -134,7 +152,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Those on whom a decision may fall, by address; tokens of the prompt that some have; the ways between them.
+    """Those on whom a decision may fall, by address; tokens of the prompt that some have; the ways between them; the
+    instant.
 
     `links`: by decode, then by prefill worker, of more than these perhaps.
     """
@@ -142,12 +161,17 @@ class Sight:
     views: Sequence[View]
     cached: Mapping[Address, int]
     links: Mapping[Address, Mapping[Address, Link]]
+    now: float = 0.0
+
+    def ttft_s(self, view: View, tokens: int) -> float:
+        return view.ttft_s(tokens, self.cached.get(view.address, 0), self.now)
 
 
 class Decision(NamedTuple):
     """A route, why it was taken, and what is predicted for it. `others`: the best route of each other prefill worker.
 
-    `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there.
+    `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there. `idle`: nobody
+    else is there, so nothing will ever be better.
     """
 
     prefill: Address
@@ -157,6 +181,7 @@ class Decision(NamedTuple):
     step_s: float = 0.0
     limit_s: float = float("inf")
     fits: bool = True
+    idle: bool = False
     others: tuple[Decision, ...] = ()
 
     @property
@@ -240,14 +265,19 @@ def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Decis
 
 
 def refusal(decision: Decision, wanted: Wanted, between_ends_s: Callable[[Address], float]) -> tuple[str, float] | None:
-    """Why this request should not be let in, and after how many seconds it could be; None: it can be served in time."""
+    """Why this request should not be let in, and after how many seconds it could be; None: it can be served in time.
+
+    0 seconds: never, for it would be late with the workers to itself.
+    """
     late_s = decision.ttft_s - MARGIN * wanted.ttft_s
     if late_s > 0:
-        return f"the first token would take {decision.ttft_s:.2g} s", late_s
-    if decision.breaks:
+        text, after_s = f"the first token would take {decision.ttft_s:.2g} s", late_s
+    elif decision.breaks:
         text = f"tokens would take {decision.step_s * 1e3:.3g} ms each" if decision.fits else "no worker has room"
-        return text, max(GRID_S, between_ends_s(decision.decode))
-    return None
+        after_s = max(GRID_S, between_ends_s(decision.decode))
+    else:
+        return None
+    return (f"{text} even if nobody else were served", 0.0) if decision.idle else (text, after_s)
 
 
 def explain(decision: Decision, wanted: Wanted) -> str:
@@ -319,25 +349,26 @@ def _stay(view: View, sight: Sight, wanted: Wanted, reason: str) -> Decision:
         view.address,
         view.address,
         reason,
-        view.ttft_s(wanted.tokens, sight.cached.get(view.address, 0)),
+        sight.ttft_s(view, wanted.tokens),
         view.step_with(wanted.tokens),
         view.limit_s(wanted.tpot_s),
         view.fits(wanted.tokens),
+        view.idle,
     )
 
 
 def _hand_over(prefill: View, decode: View, link: Link, sight: Sight, wanted: Wanted, reason: str) -> Decision:
     """What the decode worker lacks goes over the link; its place there is reserved before the prefill starts."""
     missing = max(1, wanted.tokens - sight.cached.get(decode.address, 0))
-    ttft_s = prefill.ttft_s(wanted.tokens, sight.cached.get(prefill.address, 0))
     return Decision(
         prefill.address,
         decode.address,
         reason,
-        decode.place_s + ttft_s + link.seconds(missing),
+        decode.place_s + sight.ttft_s(prefill, wanted.tokens) + link.seconds(missing),
         decode.step_with(wanted.tokens),
         decode.limit_s(wanted.tpot_s),
         decode.fits(wanted.tokens),
+        prefill.idle and decode.idle,
     )
 
 

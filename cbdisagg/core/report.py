@@ -28,6 +28,7 @@ class Reporter:
         self.prefix_hits = 0
         self.page_leaks = 0
         self.received = 0  # Submits from the coordinator that leads now
+        self.jobs = 0  # Prefills of new prompts since it leads
         self.transfer_bytes: dict[str, int] = {}
         self.transfer_seconds: dict[str, float] = {}
         self.transfers: dict[str, int] = {}
@@ -58,7 +59,7 @@ class Reporter:
 
     def renew(self) -> None:
         """A new coordinator knows nothing: report at once."""
-        self.received = 0
+        self.received = self.jobs = 0
         self._last, self._last_at = None, float("-inf")
 
     def rung(self) -> None:
@@ -71,7 +72,7 @@ class Reporter:
             return []
         if now < self._last_at + SOON_S:  # written as the Wake is, so that a Tick at its very time is not too early
             return self._wake(self._last_at + SOON_S, now)
-        load = self._load(core)
+        load = self._load(core, now)
         if load == self._last and now < self._last_at + HEARTBEAT_S:
             return self._wake(self._last_at + HEARTBEAT_S, now)
         self._last, self._last_at = load, now
@@ -84,7 +85,7 @@ class Reporter:
         self._wake_at = at
         return [Wake(at)]
 
-    def _load(self, core: WorkerCore) -> Load:
+    def _load(self, core: WorkerCore, now: float) -> Load:
         self._audit(core)
         waiting, running = core.scheduler.waiting, core.scheduler.running.values()
         queued = sum(len(r.tokens) for r in waiting) + sum(r.remaining for r in running if not r.decoding)
@@ -113,8 +114,9 @@ class Reporter:
                 step_error_sum=core.steps.refit.error_sum,
             ),
             received=self.received,
+            jobs=self.jobs,
             decodes=core.scheduler.decodes,
-            forecast=core.steps.forecast(core.requests.values()),
+            forecast=core.steps.forecast(core.requests.values(), now),
         )
 
     def _audit(self, core: WorkerCore) -> None:

@@ -57,9 +57,10 @@ class Steps:
         """A stream that would better be decoded elsewhere, after a step."""
         return self._flow.pick(self._streams(), self.pace, self.refit.model, now)
 
-    def forecast(self, taken: Collection[Request]) -> Forecast:
+    def forecast(self, taken: Collection[Request], now: float) -> Forecast:
         """`taken`: all requests that decode here, now or later."""
-        return forecast(self.refit.model, self.pace, taken, self._streams())
+        starts = max(now, self._free_at) if self.scheduler.flights else now
+        return forecast(self.refit.model, self.pace, taken, self._streams(), now, starts)
 
     def waiting(self, now: float) -> list[Request]:
         """Those that wait, in the order in which they are to be looked at."""

@@ -246,6 +246,7 @@ class WorkerCore:
     def _prefill(self, sender: Address, message: Prefill) -> None:
         if message.attempt.decode == sender.incarnation and not self.supply.is_new(message.attempt):
             return
+        self.reporter.jobs += not message.moves
         if self.peers.is_dead(sender):
             if message.moves:  # it may be that we have not heard of it yet: then the request stays
                 self._tell(sender, PushStopped(message.attempt, "ended"))

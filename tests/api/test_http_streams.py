@@ -46,6 +46,14 @@ async def test_a_rejection_has_its_status_and_retry_after(serve, path, body, str
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_who_will_never_be_served_is_not_told_to_come_again_soon(serve, path, body):
+    error = RequestRejected(429, "the first token would take 9 s even if nobody else were served")
+    http = await serve(FakeClient(lambda client, stream: client.fail(stream, error)))
+    async with http.session.post(http.url + path, json=body) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "60")
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
 async def test_one_rejected_sibling_ends_the_request_and_the_others(serve, path, body):
     def answer(client, stream):
         if stream.request.sampling.choice == 1:

@@ -14,8 +14,8 @@ from cbdisagg.messages import Address, Generate
 class Crosswise(Placement):
     """The least loaded worker decodes, and another one prefills."""
 
-    def decide(self, request: Generate, wanted: Wanted, cached: Mapping[Address, int]) -> Decision:
-        chosen = super().decide(request, wanted, cached)
+    def decide(self, request: Generate, wanted: Wanted, cached: Mapping[Address, int], now: float) -> Decision:
+        chosen = super().decide(request, wanted, cached, now)
         sight = self.board.everybody(self._serves)
         decode = min(sight.views, key=lambda view: (view.sequences, view.address)).address
         ways = sorted(sight.links.get(decode, {}))

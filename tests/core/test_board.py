@@ -17,7 +17,7 @@ def address(n: int) -> Address:
 
 
 def view(n: int, role: Role = "any", running: int = 0, queued: int = 0, pin: Role = "any") -> View:
-    forecast = Forecast(step_s=0.01 + 0.001 * running, row_s=0.001, prefill_s=0.001, mixed_s=0.001)
+    forecast = Forecast(step_s=0.01 + 0.001 * running, row_s=0.001, token_s=0.001)
     return look(
         address(n),
         role,
@@ -69,11 +69,11 @@ def test_a_small_fleet_is_looked_at_whole() -> None:
     for n in reversed(range(EVERYBODY)):
         board.put(view(n, queued=n), queued=n % 2)
     board.link(Link(address(0), address(1), 1e9, 10))
-    sight = board.sight({address(3): 48}, 0.05, everybody)
+    sight = board.sight({address(3): 48}, 0.05, everybody, 0.0)
     assert [each.address for each in sight.views] == [address(n) for n in range(EVERYBODY)]
     assert sight.cached == {address(3): 48}
     assert links(sight) == [Link(address(0), address(1), 1e9, 10)] and board.queued == EVERYBODY // 2
-    sight = board.sight({}, 0.05, lambda worker: worker != address(0))
+    sight = board.sight({}, 0.05, lambda worker: worker != address(0), 0.0)
     assert len(sight.views) == EVERYBODY - 1 and not links(sight)
 
 
@@ -92,7 +92,7 @@ def fleet(prefillers: int, decoders: int) -> Board:
 
 def test_of_many_the_best_of_each_kind_are_looked_at() -> None:
     board = fleet(40, 40)
-    sight = board.sight({address(1020): 64, address(30): 32}, 0.0145, everybody)
+    sight = board.sight({address(1020): 64, address(30): 32}, 0.0145, everybody, 0.0)
     chosen = {each.address for each in sight.views}
     assert {address(n) for n in range(FEW)} <= chosen  # the shortest queues of those that prefill
     assert {address(1000 + n) for n in (0, 7, 14, 21, 28, 35)} <= chosen  # those without load
@@ -103,7 +103,7 @@ def test_of_many_the_best_of_each_kind_are_looked_at() -> None:
 
 def test_who_does_not_serve_is_passed_over() -> None:
     board = fleet(40, 40)
-    sight = board.sight({}, 0.02, lambda worker: int(worker.name[1:]) % 2 == 1)
+    sight = board.sight({}, 0.02, lambda worker: int(worker.name[1:]) % 2 == 1, 0.0)
     assert sight.views and all(int(each.address.name[1:]) % 2 == 1 for each in sight.views)
     assert not board.has(lambda worker: False) and board.has(everybody)
 
@@ -117,7 +117,7 @@ def test_a_decode_worker_comes_with_a_prefill_worker_that_reaches_it() -> None:
         for near in range(n - n % 10, n - n % 10 + 10):
             board.link(Link(address(near), address(1000 + n), 1e9, 10))
             board.link(Link(address(1000 + near), address(1000 + n), 1e9, 10))
-    sight = board.sight({}, 0.02, everybody)
+    sight = board.sight({}, 0.02, everybody, 0.0)
     reached = {link.decode for link in links(sight) if int(link.prefill.name[1:]) < 1000}
     assert reached >= {each.address for each in sight.views if each.pin == "decode" and not each.sequences}
 
@@ -126,7 +126,7 @@ def test_a_worker_that_is_pinned_anew_is_looked_for_elsewhere() -> None:
     board = fleet(20, 20)
     board.put(view(1000, pin="prefill"), 0)
     board.put(view(0, pin="decode"), 0)
-    chosen = {each.address: each.pin for each in board.sight({}, 0.02, everybody).views}
+    chosen = {each.address: each.pin for each in board.sight({}, 0.02, everybody, 0.0).views}
     assert chosen[address(1000)] == "prefill" and chosen[address(0)] == "decode"
 
 

@@ -36,7 +36,9 @@ def worker(
     gain: float = 1.0, tpot_s: float = 0.05, room: int = 10_000, waiting: int = 0,
 ) -> View:  # fmt: skip
     """1 ms for a prompt token, three times as much beside streams; 1 ms more for each stream."""
-    forecast = Forecast(step_s + 0.001 * streams, 0.001, 1e-7, 0.001, 0.003, 0.0, gain, tpot_s if streams else 0.0)
+    forecast = Forecast(
+        step_s + 0.001 * streams, 0.001, 1e-7, gain, tpot_s if streams else 0.0, token_s=0.003 if streams else 0.001
+    )
     return look(
         Address(name, int(name[1:]) + 1, ""), role, pin, forecast, sequences=streams + waiting, unseen=0,
         streams=streams, max_batch=16, queued_tokens=queued, room=room, between_ends_s=0.5,
@@ -146,14 +148,23 @@ def test_what_cannot_be_in_time_is_refused_until_it_can() -> None:
     slow = route(sight(worker("w0", streams=2, step_s=0.06)), AUTO, Wanted(40, 9, 1.0, 0.05))
     text, after_s = refusal(slow, WANTED, lambda _: 0.5) or ("", 0.0)
     assert "ms each" in text and after_s == 0.5
-    full = route(sight(worker("w0", room=10)), AUTO, WANTED)
-    assert (refusal(full, WANTED, lambda _: 0.5) or ("",))[0] == "no worker has room"
+    full = route(sight(worker("w0", streams=1, room=10)), AUTO, Wanted(40, 9, 1.0, 0.05))
+    assert refusal(full, Wanted(40, 9, 1.0, 0.05), lambda _: 0.5) == ("no worker has room", 0.5)
     assert refusal(route(sight(worker("w0")), AUTO, WANTED), WANTED, lambda _: 0.5) is None
+
+
+def test_who_would_be_late_alone_is_told_never_to_come_again() -> None:
+    idle = worker("w0"), worker("w1", room=10)
+    for wanted in (Wanted(2000, 100, 0.5, 0.05), Wanted(40, 9, 1.0, 0.005)):
+        text, after_s = refusal(route(sight(idle[0]), AUTO, wanted), wanted, lambda _: 0.5) or ("", 1.0)
+        assert text.endswith(" even if nobody else were served") and not after_s
+    found = refusal(route(sight(idle[1]), AUTO, WANTED), WANTED, lambda _: 0.5)
+    assert found == ("no worker has room even if nobody else were served", 0.0)
 
 
 def test_a_decision_can_be_read() -> None:
     text = explain(route(sight(worker("w0"), worker("w1", queued=300), cached={"w1": 32}), AUTO, WANTED), WANTED)
-    assert text.startswith("w0 (colocated) for 400 + 100 tokens: first token 0.4 s, steps 10 ms; targets 1 s, 50 ms;")
+    assert text.startswith("w0 (colocated) for 400 + 100 tokens: first token 0.401 s, steps 10 ms; targets 1 s, 50 ms;")
     assert "instead of w1 first token 0.668 s" in text
     handed = route(sight(worker("w0", pin="prefill"), worker("w1", pin="decode")), DISAGGREGATE, WANTED)
     assert explain(handed, WANTED).startswith("w0 > w1 (pinned)")
@@ -189,7 +200,7 @@ def test_with_rho_0_and_no_pins_it_is_aggregation(numbers: list[tuple[int, int, 
 
     def worse(view: View) -> tuple[object, ...]:
         breaks = view.step_with(wanted.tokens) > view.limit_s(wanted.tpot_s) or not view.fits(wanted.tokens)
-        return breaks, grid(view.ttft_s(wanted.tokens, 0)), view.sequences, view.address
+        return breaks, grid(view.ttft_s(wanted.tokens, 0, 0.0)), view.sequences, view.address
 
     best = min(views, key=worse)
     assert (chosen.prefill, chosen.decode) == (best.address, best.address)
@@ -210,7 +221,7 @@ def test_with_all_pinned_it_is_pure_disaggregation(
     )
     move_s = sight(*views).links[decode.address][views[0].address].seconds(wanted.tokens)
     prefill = min(
-        views[:prefills], key=lambda v: (grid(v.ttft_s(wanted.tokens, 0) + decode.place_s + move_s), v.address)
+        views[:prefills], key=lambda v: (grid(v.ttft_s(wanted.tokens, 0, 0.0) + decode.place_s + move_s), v.address)
     )
     assert (chosen.prefill, chosen.decode) == (prefill.address, decode.address)
 
@@ -230,18 +241,17 @@ def test_whatever_the_knobs_a_route_names_those_who_may_and_a_way(
     assert all(grid(chosen.ttft_s) <= grid(other.ttft_s) for other in chosen.others if other.breaks == chosen.breaks)
 
 
-@given(st.lists(states, min_size=1, max_size=6), wishes, st.integers(0, 5), st.integers(1, 4000))
+@given(st.lists(states, min_size=1, max_size=6), wishes, st.integers(0, 5), st.integers(0, 4), st.integers(0, 4000))
 def test_more_load_never_promises_an_earlier_first_token(
-    numbers: list[tuple[int, int, float, int]], wanted: Wanted, which: int, more: int
+    numbers: list[tuple[int, int, float, int]], wanted: Wanted, which: int, more_streams: int, more_queued: int
 ) -> None:
-    before = route(sight(*fleet(numbers)), AGGREGATE, wanted)
     n = which % len(numbers)
     streams, queued, step_s, room = numbers[n]
-    after = route(
-        sight(*fleet([*numbers[:n], (streams, queued + more, step_s, room), *numbers[n + 1 :]])), AGGREGATE, wanted
-    )
-    if after.breaks == before.breaks:
-        assert grid(after.ttft_s) >= grid(before.ttft_s)
+    loaded = [*numbers[:n], (streams + more_streams, queued + more_queued, step_s, room), *numbers[n + 1 :]]
+    for knobs in (AGGREGATE, AUTO):
+        before, after = (route(sight(*fleet(state)), knobs, wanted) for state in (numbers, loaded))
+        if after.breaks == before.breaks:
+            assert grid(after.ttft_s) >= grid(before.ttft_s)
 
 
 @given(st.lists(states, min_size=1, max_size=6), wishes, st.integers(0, 5), st.integers(1, 4000))
@@ -269,6 +279,11 @@ def test_who_comes_again_when_it_was_told_to_is_let_in_and_not_before(queued: in
         )
 
     found = refused(queued)
-    if found is not None and found[1] * 1000 + 1 <= queued:
-        assert refused(queued - found[1] * 1000 - 1e-6) is None
+    attainable = (tokens + 0.5) / 1000 <= MARGIN * ttft_s
+    if found is None:
+        assert refused(0) is None
+    elif not attainable:
+        assert (refused(0) or ("", 1.0))[1] == 0, "in the end it is told that no waiting helps"
+    else:
+        assert refused(queued - found[1] * 1000 - 1) is None
         assert refused(queued - found[1] * 900 + 1) is not None

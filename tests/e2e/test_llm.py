@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from cbdisagg import LLM, AsyncLLM, SamplingParams
-from cbdisagg.llm import ConfigError, RequestOutput, ServiceFailed, StreamFailed
+from cbdisagg.llm import ConfigError, RequestOutput, RequestRejected, ServiceFailed, StreamFailed
 
 pytestmark = pytest.mark.e2e
 
@@ -100,6 +100,15 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate("", GREEDY)
     with pytest.raises(ValueError, match="n is 99; at most 16"):
         llm.generate("x", SamplingParams(n=99))
+
+
+def test_a_target_that_nobody_could_keep_is_an_error_and_no_endless_wait() -> None:
+    policy, targets = {"admission": "early-reject"}, {"ttft_ms": 1}
+    with (
+        LLM("smollm2", **SMALL, policy=policy, targets=targets, workers=[{"role": "any"}]) as hurried,
+        pytest.raises(RequestRejected, match="even if nobody else were served"),
+    ):
+        hurried.generate(PROMPTS[0], GREEDY)
 
 
 def test_several_threads_may_ask_at_once(llm: LLM) -> None:
