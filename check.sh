@@ -14,11 +14,29 @@ step() {
     "$@" || failed+=("$*")
 }
 
+tests() { # those of the cores and the simulator, which need one core and no clock, beside all others
+    if (($#)); then
+        python -m pytest -m "not slow" "$@"
+        return
+    fi
+    local status=0
+    log=$(mktemp)
+    python -m pytest -m "not slow" tests/core tests/sim >"$log" 2>&1 &
+    beside=$!
+    trap 'kill "$beside"; rm "$log"' EXIT
+    python -m pytest -m "not slow" --ignore=tests/core --ignore=tests/sim || status=$?
+    wait "$beside" || status=$?
+    cat "$log"
+    rm "$log"
+    trap - EXIT
+    return "$status"
+}
+
 SECONDS=0
 step "format" ruff format --check .
 step "lint" ruff check .
 step "types" mypy
-step "tests" python -m pytest -m "not slow" "$@"
+step "tests" tests "$@"
 
 if ((${#failed[@]})); then
     printf -v list '; %s' "${failed[@]}"
