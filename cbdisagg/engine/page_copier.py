@@ -36,9 +36,9 @@ class KernelCopier:
     def prepare(self, source: tuple[int, ...], target: tuple[int, ...], stream: int) -> Lists:
         """Waits for nothing: what is queued on the stream already may wait for a step that is still computed."""
         lists = torch.from_numpy(np.array((source, target), np.int32))  # torch itself takes three times as long
-        if self._device.type == "cuda":
-            lists = lists.pin_memory()
-        with self._on(stream):
+        with self._on(stream):  # which makes the stream's device this thread's, for what is page-locked too
+            if self._device.type == "cuda":
+                lists = lists.pin_memory()
             pages = lists.to(self._device, non_blocking=True)
         return pages[0], pages[1]
 

@@ -17,11 +17,11 @@ def gate(gate_up, out, stride, INNER: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < INNER
-    gates = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * stride + INNER + columns, mask=inside, other=0.0)
-    wide = gates.to(tl.float32)
-    silu = (wide * tl.sigmoid(wide)).to(gates.dtype)  # rounded before the product, as the reference does
-    tl.store(out + row * INNER + columns, silu * up, mask=inside)
+    gates = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + INNER + columns, mask=inside, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    silu = (gates * tl.sigmoid(gates)).to(kind).to(tl.float32)  # rounded before the product, as the reference does
+    tl.store(out + row * INNER + columns, (silu * up).to(kind), mask=inside)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

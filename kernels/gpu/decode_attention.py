@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from cbdisagg_kernels.gpu.shapes import LOG2_E, Heads, precision
+from cbdisagg_kernels.gpu.shapes import LOG2_E, Heads, precision, product
 from torch import Tensor
 
 PROGRAMS = 1056
@@ -106,7 +106,7 @@ def attend_share(
         page = tl.load(tables + (keys // PAGE).to(tl.int64) * table_stride + sequence, mask=seen, other=0)
         at = page.to(tl.int64) * (2 * KV_HEADS * PAGE * HEAD_DIM) + (kv_head * PAGE + keys % PAGE) * HEAD_DIM
         key = tl.load(layer + at[None, :] + dims[:, None], mask=seen[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        scores = product(query, key, PRECISION) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))  # finite: every block of a share holds a key that is seen
         weights = tl.exp2(scores - higher[:, None])
@@ -116,7 +116,7 @@ def attend_share(
             mask=seen[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
-        summed = summed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        summed = summed * shrink[:, None] + product(weights.to(value.dtype), value, PRECISION)
         total = total * shrink + tl.sum(weights, 1)
         best = higher
 

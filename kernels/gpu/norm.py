@@ -17,11 +17,12 @@ def normalise(x, residual, weight, out, x_stride, eps, WIDTH: tl.constexpr, BLOC
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    wide = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        values += tl.load(residual + row * WIDTH + columns, mask=inside, other=0.0)
-        tl.store(residual + row * WIDTH + columns, values, mask=inside)
-    wide = values.to(tl.float32)
+        summed = wide + tl.load(residual + row * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = summed.to(residual.dtype.element_ty)
+        tl.store(residual + row * WIDTH + columns, rounded, mask=inside)
+        wide = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     scaled = wide * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * WIDTH + columns, scaled.to(out.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from cbdisagg_kernels.gpu.shapes import LOG2_E, Heads, precision
+from cbdisagg_kernels.gpu.shapes import LOG2_E, Heads, precision, product
 from torch import Tensor
 
 TILE_ROWS = 128
@@ -71,7 +71,7 @@ def attend_keys(
     at = page.to(tl.int64) * (2 * KV_HEADS * PAGE * HEAD_DIM) + (kv_head * PAGE + keys % PAGE) * HEAD_DIM
     inside = dims < HEAD_DIM
     key = tl.load(layer + at[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-    scores = tl.dot(query, key, input_precision=PRECISION) * scale
+    scores = product(query, key, PRECISION) * scale
     if MASKED:
         seen = keys[None, :] <= positions[:, None]
         if WINDOW:
@@ -83,7 +83,7 @@ def attend_keys(
     shrink = tl.exp2(best - level)
     place = at[:, None] + KV_HEADS * PAGE * HEAD_DIM + dims[None, :]
     value = tl.load(layer + place, mask=there[:, None] & inside[None, :], other=0.0)
-    summed = summed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    summed = summed * shrink[:, None] + product(weights.to(value.dtype), value, PRECISION)
     return higher, total * shrink + tl.sum(weights, 1), summed
 
 

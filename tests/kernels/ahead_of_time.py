@@ -66,6 +66,8 @@ def cases(all_of_them: bool) -> Iterator[tuple[Heads, torch.dtype, tuple[int, ..
             yield Heads(8, 2, dim, 16, 512), torch.float16, (1, 8)
         for dim, page in product(dims, (8, 32, 64)):  # which are in addresses only
             yield Heads(8, 2, dim, page), torch.bfloat16, (1, 2)
+        for dtype, dim in product((torch.float32, torch.bfloat16), dims):  # more heads to a KV head than any model has
+            yield Heads(64, 1, dim, 16), dtype, (1, 32)
 
 
 def words(at: int, *shape: int) -> torch.Tensor:
