@@ -288,6 +288,7 @@ def test_the_config_files_are_those_of_the_readme_and_differ_as_they_say() -> No
         ("decode", "cuda:0"),
     ]
     assert [each.device for each in files["gpu-2p2d"].workers] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert all((config.transfer.floor_gbps > 0) == name.startswith("gpu-") for name, config in files.items())
     assert files["1p1d"] == Config()
     assert files["2p2d"] == Config(workers=(Workers("prefill", 2), Workers("decode", 2)))
     assert files["colocated"] == Config(workers=(Workers("any"),))
