@@ -8,12 +8,13 @@ requests meet both targets.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from cbdisagg_bench.options import at_least, check_place, command
@@ -80,9 +81,12 @@ def tune(
     knobs = [knob for knob in KNOBS if refuse or knob.key != "policy.admission"]
     started = time.perf_counter()
     try:
-        with _progress() as (ran, tried):
+        with _progress() as (ran, begin, tried):
             lab = Lab(costs, demand(asks, lasting_s(goal, asks)), ran)
-            found = Search(base, lab, goal, knobs, tried).run(turns)
+            search = Search(base, lab, goal, knobs, tried)
+            search.run(0)  # the baselines, which are not simulated again
+            begin(turns)
+            found = search.run(turns)
     except Stuck as error:
         raise ConfigError(str(error)) from None
     if not found.sustained:
@@ -94,17 +98,28 @@ def tune(
     else:
         print("\n".join(_lines(found, lab.runs, time.perf_counter() - started)))
     if out is not None:
-        out.write_text(as_toml(tuned, found, _origin(costs, profile, goal, asks)), encoding="utf-8")
+        source = profile or Path(settings.profile.path)
+        tuned = changed(tuned, {"profile.path": os.path.relpath(source.resolve(), out.resolve().parent)})
+        out.write_text(as_toml(tuned, found, _origin(costs, source, goal, asks)), encoding="utf-8")
         print(f"Written to {out}. To use it: cbdisagg serve --config {out}", file=sys.stderr if as_json else sys.stdout)
 
 
+Bar: TypeAlias = tuple[Callable[[], None], Callable[[int], None], Callable[[Trial], None]]
+
+
 @contextmanager
-def _progress() -> Iterator[tuple[Callable[[], None], Callable[[Trial], None]]]:
-    """A bar on stderr; the context gives what to call before a simulation, and what hears of each trial."""
+def _progress() -> Iterator[Bar]:
+    """A bar on stderr; the context gives what to call before a simulation, what to call when the knobs' turn has come,
+    with how many there will be at most, and what hears of each trial.
+    """
     columns = (TextColumn("{task.fields[what]:>32}"), BarColumn(), TextColumn("{task.completed} simulations"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tuning", total=None, what="baselines")
-        yield lambda: bar.advance(task), lambda trial: bar.update(task, what=shown(trial))
+        yield (
+            lambda: bar.advance(task),
+            lambda most: bar.update(task, total=bar.tasks[task].completed + most),
+            lambda trial: bar.update(task, what=shown(trial)),
+        )
 
 
 def shown(trial: Trial) -> str:
@@ -114,15 +129,14 @@ def shown(trial: Trial) -> str:
     return f"{trial.what} {trial.values[trial.what]}"
 
 
-def _origin(costs: Profile, path: Path | None, goal: Goal, asks: Sequence[Ask]) -> Origin:
+def _origin(costs: Profile, path: Path, goal: Goal, asks: Sequence[Ask]) -> Origin:
     prompts, outputs = (
         sum(counts) / len(asks) for counts in ((a.length for a in asks), (a.output_tokens for a in asks))
     )
-    where = f" ({path})" if path is not None else ""
     return Origin(
         command(),
         (
-            f"on workers that cost what {costs.model} does on {costs.machine}, {costs.dtype}{where};",
+            f"on workers that cost what {costs.model} does on {costs.machine}, {costs.dtype} ({path});",
             f"{len(asks)} requests of {prompts:.0f} + {outputs:.0f} tokens on average; {goal.part:.0%} of them within "
             "the targets.",
         ),
@@ -134,10 +148,11 @@ def _lines(found: Tuned, runs: int, took_s: float) -> Iterator[str]:
     yield "begun with (requests/s that it keeps up with):"
     for name, rate in found.starts.items():
         yield f"  {name:12}{rate:10.3f}" + ("   <- the best" if rate == max(found.starts.values()) else "")
-    yield f"turned ({len(found.trials)} trials; what was no better is not shown):"
+    yield f"turned ({len(found.trials)} trials, each at the least rate that was too much for the best so far):"
     for trial in found.trials:
-        if trial.kept:
-            yield f"  {shown(trial):32}{trial.sustained:10.3f}   {trial.raised:+.1%}"
+        now = f"{trial.sustained:10.3f}" if trial.kept else " " * 10
+        in_time = f"{trial.within:.1%} in time for {trial.before:.1%}"
+        yield f"  {shown(trial):32}{now}   {trial.gain:19}{in_time}"
     over = found.sustained / found.baseline - 1 if found.baseline else 0.0
     yield f"keeps up with {found.sustained:.3f} requests/s: {over:+.1%} over the better baseline"
     yield f"{runs} simulations in {took_s:.0f} s"

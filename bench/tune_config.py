@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cbdisagg.config import Config
-from cbdisagg.sim.tune import KNOBS, POLICY, Trial, Tuned
+from cbdisagg.sim.tune import KNOBS, POLICY, SET_BY_MODE, Trial, Tuned
 from cbdisagg.sim.variants import value_of
 from cbdisagg.validate import show
 
@@ -72,6 +72,7 @@ def _workers(config: Config) -> list[str]:
 
 def _reasons(config: Config, found: Tuned) -> Iterator[tuple[str, str]]:
     """(dotted key, comment) of all that was tuned, and of the targets."""
+    yield "profile.path", "what steps cost where it was tuned, from here: measure your own with cbdisagg profile"
     yield "targets.ttft_ms", "time to first token, in ms: the goal"
     yield "targets.tpot_ms", "time per output token, in ms: the goal"
     mode = value_of(config, "policy.mode")
@@ -85,11 +86,14 @@ def _reasons(config: Config, found: Tuned) -> Iterator[tuple[str, str]]:
 
 def _why(what: str, key: str, config: Config, trials: Sequence[Trial]) -> str:
     """What turning it gained, or what was tried in vain."""
+    if key in SET_BY_MODE and value_of(config, "policy.mode") != "auto":
+        return "set by the mode, so this value has no effect"
     tried = [trial for trial in trials if trial.what == what]
     kept = [trial for trial in tried if trial.kept]
     if kept:
+        first = [] if kept[0].best else [kept[0].gain]
         gained = sum(trial.raised for trial in kept)
-        return f"+{gained:.1%} requests/s over what it was"
+        return ", then ".join([*first, *([f"+{gained:.1%} requests/s over what it was"] if gained else [])])
     others = dict.fromkeys(show(trial.values[key]) for trial in tried)
     others.pop(show(value_of(config, key)), None)
     return f"{', '.join(others)}: no better" if others else "not tried"

@@ -64,6 +64,8 @@ def resolve(
 ) -> Resolved:
     """As `load_config`, silently, and with the origin of each value for `print_config`."""
     tables = _read_toml(path) if path else {}
+    if path:
+        _settle_profile(tables, path.expanduser().parent)
     origins = {key: str(path) for key in _given(tables)}
     for source, given in {**options, "--set": overrides}.items():
         for override in given:
@@ -164,6 +166,16 @@ def _read_toml(path: Path) -> Table:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {_explain(str(error), text)}") from None
+
+
+def _settle_profile(tables: Table, folder: Path) -> None:
+    """A relative `[profile] path` in a file counts from the file's folder: a tuned config and its profile lie together,
+    wherever the service is started.
+    """
+    section = tables.get("profile")
+    given = section.get("path") if isinstance(section, dict) else None
+    if section and isinstance(given, str) and given:
+        section["path"] = os.path.normpath(folder.absolute() / Path(given).expanduser())
 
 
 def _explain(message: str, text: str) -> str:

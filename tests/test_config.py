@@ -390,3 +390,20 @@ def test_the_api_key_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     assert read_api_key(Http(api_key="k")) == "k"
     path.write_text("\nx")
     assert "its first line is empty" in refusal(tmp_path, f"[http]\napi_key_file = '{path}'")
+
+
+def test_a_profile_named_in_a_file_is_looked_for_from_the_file_s_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the service is started; one named by --set from where that is."""
+    for folder in ("configs", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "costs.json").write_text("{}")
+    file = tmp_path / "configs" / "a.toml"
+    file.write_text('[profile]\npath = "../costs.json"\n')
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_config(file).profile.path == str(tmp_path / "costs.json")
+    assert load_config(Path("../configs/a.toml")).profile.path == str(tmp_path / "costs.json")
+    assert load_config(None, ["profile.path=../costs.json"]).profile.path == "../costs.json"
+    with pytest.raises(ConfigError, match=r"profile\.path = 'costs\.json'|costs\.json.*cannot be read"):
+        load_config(file, ["profile.path=costs.json"])

@@ -91,7 +91,7 @@ def make_tuner(config: Config, steer: Callable[[Steer], None]) -> Tuner | None:
     except (OSError, ConfigError) as error:
         log.warning("[policy] tuner = true has no effect: %s", error)
         return None
-    return Tuner(config, profile, steer, History())
+    return Tuner(config, profile, steer, History(page_size=config.kv.page_size))
 
 
 async def ask(question: Question) -> Answer | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -20,12 +21,12 @@ from msgspec.structs import replace
 from cbdisagg.config import Config
 from cbdisagg.core.knobs import configured
 from cbdisagg.core.profile import Profile
-from cbdisagg.messages import Finished, Generate, Knobs, Rejected, RequestId
+from cbdisagg.messages import Finished, Generate, Knobs, Rejected, RequestId, split_hashes
 from cbdisagg.sim.demand import demand
 from cbdisagg.sim.goodput import Goal, Lab, lasting_s
 from cbdisagg.sim.tune import KNOBS, Search
 from cbdisagg.sim.variants import Values, changed
-from cbdisagg.sim.workload import Ask
+from cbdisagg.sim.workload import BLOCK, Ask
 
 WINDOW = 300
 """Requests that a question is about, and that must have ended since the last one."""
@@ -35,7 +36,7 @@ PART = 0.9
 GAIN = 0.03
 """The least that a turn must be predicted to gain: less is the simulator's error."""
 LOSS = 0.05
-"""A turn is taken back if so much less of the requests are in time than before it."""
+"""A turn is taken back if a greater part than this of the requests is no longer in time: less is chance."""
 TURNS = 60
 LIVE = tuple(knob for knob in KNOBS if knob.key in ("policy.rho", "policy.eta", "policy.gamma"))
 """What can be turned without a restart, beside the pins."""
@@ -43,9 +44,13 @@ LIVE = tuple(knob for knob in KNOBS if knob.key in ("policy.rho", "policy.eta", 
 
 @dataclass(slots=True)
 class Ended:
-    """Of one that was `refused` nobody knows how long its answer would have been: `ask` says how long at most."""
+    """Of one that was `refused` nobody knows how long its answer would have been: `ask` says how long at most.
+
+    `blocks`: for each full block of BLOCK tokens of its prompt, what stands for all that it begins with up to there.
+    """
 
     ask: Ask
+    blocks: Sequence[bytes]
     in_time: bool
     refused: bool = False
 
@@ -53,8 +58,9 @@ class Ended:
 class History:
     """The last requests that have ended, as their coordinator saw them. Bounded in what it remembers."""
 
-    def __init__(self, window: int = WINDOW) -> None:
-        self._window = window
+    def __init__(self, window: int = WINDOW, page_size: int = 0) -> None:
+        """`page_size`: of the hashes that requests bring; 0: whether prompts begin alike is not looked at."""
+        self._window, self._page_size = window, page_size
         self._open: OrderedDict[RequestId, tuple[float, Generate]] = OrderedDict()
         self._ended: OrderedDict[RequestId, Ended] = OrderedDict()
         self._new = 0
@@ -86,14 +92,22 @@ class History:
         self._new += known is None
         tokens = max(tokens, known.ask.output_tokens if known is not None else 0)
         in_time = now - arrival <= targets.ttft_s + targets.tpot_s * (tokens - 1)
-        self._add(message.id, Ended(_asked(arrival, request, tokens), in_time))
+        self._add(message.id, Ended(_asked(arrival, request, tokens), self._blocks(request), in_time))
 
     def _refuse(self, id: RequestId) -> None:
         begun = self._open.get(id)
         if begun is not None:
             self._new += 1
             arrival, request = begun
-            self._add(id, Ended(_asked(arrival, request, request.sampling.max_tokens), in_time=False, refused=True))
+            ask = _asked(arrival, request, request.sampling.max_tokens)
+            self._add(id, Ended(ask, self._blocks(request), in_time=False, refused=True))
+
+    def _blocks(self, request: Generate) -> Sequence[bytes]:
+        """Its pages' hashes are chained: the one at a block's end stands for all before it, too."""
+        if not self._page_size or BLOCK % self._page_size:
+            return ()
+        stride = BLOCK // self._page_size
+        return split_hashes(request.hashes)[stride - 1 :: stride]
 
     def _add(self, id: RequestId, ended: Ended) -> None:
         self._ended[id] = ended
@@ -115,11 +129,13 @@ class History:
         start = ended[0].ask.arrival_s
         served = [one.ask.output_tokens for one in ended if not one.refused]
         usual = round(sum(served) / len(served)) if served else sys.maxsize
+        numbers: dict[bytes, int] = {}  # of blocks, as prompts that begin alike have them in common
         asks = [
             replace(
                 one.ask,
                 arrival_s=one.ask.arrival_s - start,
                 output_tokens=min(one.ask.output_tokens, usual) if one.refused else one.ask.output_tokens,
+                prefix_blocks=tuple(numbers.setdefault(block, len(numbers)) for block in one.blocks),
             )
             for one in ended
         ]
@@ -134,6 +150,8 @@ def _asked(arrival: float, request: Generate, tokens: int) -> Ask:
         len(request.prompt) // 4,
         ttft_ms=1e3 * targets.ttft_s,
         tpot_ms=1e3 * targets.tpot_s,
+        tenant=request.tenant,
+        priority=request.priority,
     )
 
 

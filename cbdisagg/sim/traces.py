@@ -91,7 +91,15 @@ def read_recorded(records: Iterable[tuple[float, CoordinatorEvent]], source: str
 def _recorded(at: float, message: Generate, output_tokens: int) -> Ask:
     targets = message.targets
     ids = tuple(unpack(message.prompt))
-    return Ask(at, output_tokens, prompt_ids=ids, ttft_ms=targets.ttft_s * 1e3, tpot_ms=targets.tpot_s * 1e3)
+    return Ask(
+        at,
+        output_tokens,
+        prompt_ids=ids,
+        tenant=message.tenant,
+        priority=message.priority,
+        ttft_ms=targets.ttft_s * 1e3,
+        tpot_ms=targets.tpot_s * 1e3,
+    )
 
 
 def _from_zero(source: str, asks: Iterable[Ask]) -> list[Ask]:

@@ -20,6 +20,8 @@ from cbdisagg.sim.goodput import Goal, Lab, Service
 from cbdisagg.sim.variants import AGGREGATE, FREE, Values, changed, disaggregate, splits, value_of
 
 SET_BY_MODE = ("policy.rho", "policy.eta")
+TOKENS = ("scheduler.token_budget", "scheduler.max_batch")
+"""How large a step may be: never larger than those whose cost is known."""
 MANY = 8
 """Of more workers, only some of the splits are baselines: those around the one that the demand's lengths suggest."""
 
@@ -64,6 +66,15 @@ class Trial:
     def kept(self) -> bool:
         """It keeps up with more, or nothing has kept up so far and this comes nearer."""
         return self.sustained is not None and (self.sustained > self.best or not self.best)
+
+    @property
+    def gain(self) -> str:
+        """In words, for a text or a comment."""
+        if not self.kept:
+            return "no better"
+        if self.best:
+            return f"+{self.raised:.1%} requests/s"
+        return "the first that keeps up" if self.sustained else "nearer to the goal, which nothing reached before"
 
     @property
     def raised(self) -> float:
@@ -157,7 +168,12 @@ class Search:
         free = value_of(changed(self._config, best), "policy.mode") == "auto"
         for knob in knobs:
             if free or knob.key not in SET_BY_MODE:
-                yield from ((knob.key, {knob.key: value}) for value in knob.values)
+                yield from ((knob.key, {knob.key: value}) for value in knob.values if self._known(knob.key, value))
+
+    def _known(self, key: str, value: object) -> bool:
+        """The profile has seen such steps."""
+        (most, _) = self._lab.profile.L[-1]
+        return key not in TOKENS or int(str(value)) <= most
 
     def _other_pins(self, best: Values) -> Iterator[tuple[str, Values]]:
         prefills = int(str(best.get("policy.pin_prefill", 0)))

@@ -48,6 +48,27 @@ def test_a_knob_that_gains_is_turned_and_one_that_does_not_is_not() -> None:
     assert all(trial.within <= trial.before or trial.kept for trial in heard if trial.what == "scheduler.max_batch")
 
 
+def test_no_step_is_tried_that_the_profile_has_not_seen() -> None:
+    knobs = (Knob("scheduler.token_budget", (256, 512, 1024), ""),)
+    lab = Lab(costs(h=0.05), some(120, 2))
+    found = Search(fleet(1), lab, Goal(0.7, 0.5), knobs).run(most=12)
+    assert {trial.values["scheduler.token_budget"] for trial in found.trials if trial.what != "pins"} == {256, 512}
+
+
+@pytest.mark.parametrize(
+    ("best", "sustained", "said"),
+    [
+        (2.0, 2.5, "+25.0% requests/s"),
+        (2.0, 1.9, "no better"),
+        (2.0, None, "no better"),
+        (0.0, 1.5, "the first that keeps up"),
+        (0.0, 0.0, "nearer to the goal, which nothing reached before"),
+    ],
+)
+def test_what_a_trial_gained_is_said_as_it_was(best: float, sustained: float | None, said: str) -> None:
+    assert Trial("policy.rho", {"policy.rho": 0.5}, 2.1, 0.9, 0.8, best, sustained).gain == said
+
+
 def test_it_stops_when_its_runs_are_used_up_or_nothing_is_within_reach() -> None:
     lab = Lab(costs(), some(60, 5))
     search = Search(fleet(), lab, GOAL)
