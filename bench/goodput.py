@@ -2,7 +2,8 @@
 
 For each workload and pair of targets, the rate of requests per worker at which enough of them meet both targets: with
 the best aggregation, the best split into prefill and decode workers, the policy as it comes, and the policy tuned. By
-the virtual clock and a profile's costs; `--clock wall` does a small grid on services here (goodput_wall.py).
+the virtual clock and a profile's costs; `--clock wall` does a small grid on services here (goodput_wall.py). Exit
+status 1 if a figure to reach is missed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cbdisagg.actors.cores import usable_cores
 from cbdisagg.cli import fail
-from cbdisagg.config import Config
+from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.profile import Profile, parse_profile
 from cbdisagg.load import load_config
 from cbdisagg.sim.demand import FEWEST, Demand
@@ -41,7 +42,7 @@ from cbdisagg.sim.goodput import Lab
 PARTS = (0.9, 0.99)
 LASTING = 4
 """An overload lasts so many times as long as the other runs: at first any service has room."""
-ONLY_VIRTUAL = ("profile", "workers", "kv_gb", "only", "aim", "fine", "quick", "turns", "plot")
+ONLY_VIRTUAL = ("profile", "workers", "kv_gb", "only", "aim", "fine", "quick", "turns", "read")
 ONLY_WALL = ("config", "rates", "lengths", "rounds", "requests", "port")
 
 
@@ -92,6 +93,9 @@ def goodput(
         bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only: within a minute.")
     ] = False,
     turns: Annotated[int, typer.Option(callback=at_least(0), help="Runs of the tuner per cell; 0: as suits.")] = 0,
+    read: Annotated[
+        list[Path] | None, typer.Option(help="Run nothing: show the cells in this file of --out; repeatable.")
+    ] = None,
     seed: Annotated[int, typer.Option(callback=at_least(0), help="Of arrivals and lengths.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the cells as JSON there too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the heat map (matplotlib).")] = None,
@@ -126,7 +130,7 @@ def goodput(
     )
     check_picture(plot)
     started = time.perf_counter()
-    found, runs = run(plan)
+    found, runs = run(plan) if not read else ([cell for path in read for cell in read_cells(path)], 0)
     took_s = time.perf_counter() - started
     told = _told(found, plan, runs, took_s)
     _hand_out(told, out, as_json, lambda: Console().print(table(found)))
@@ -136,6 +140,8 @@ def goodput(
         from cbdisagg_bench.goodput_plot import draw
 
         draw(found, plot)
+    if not verdict(found).reached:
+        raise typer.Exit(1)
 
 
 def _on_this_machine(
@@ -217,6 +223,18 @@ def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]
             bar.update(task, runs=count)
 
         yield lambda what: bar.update(task, advance=1, description=what), ran
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """Those of an earlier run, by the virtual clock. Raises ConfigError: one line that names the file."""
+    try:
+        return msgspec.json.decode(read_bytes(path), type=_Kept).cells
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: not written by bench goodput --out: {error}") from None
+
+
+class _Kept(msgspec.Struct):
+    cells: list[Cell]
 
 
 def _told(found: Sequence[Cell], plan: Plan, runs: int, took_s: float) -> dict[str, object]:

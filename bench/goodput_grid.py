@@ -1,10 +1,12 @@
 """The goodput grid by the virtual clock: every baseline and the tuned policy, cell by cell.
 
 Knows what is compared, on equal workers: aggregation with chunks of the best of some fixed sizes, and the best split
-into prefill and decode workers, which are the baselines; the policy with its default knobs, and with knobs that the
-tuner has found for the cell. Aggregation with deadline chunks is the policy's own, at the end of its range, and told
-beside. All of them are settings of one engine; goodput is the highest rate at which enough requests meet both targets,
-refused ones counted as misses. Nothing is dropped: a cell that misses its figure is a cell like the others.
+into prefill and decode workers with the best of the same sizes, which are the baselines; the policy with its default
+knobs, and with knobs that the tuner has found for the cell. What is held against the figures to reach is the policy
+that, like the baselines, refuses nobody; what it gains by refusing is told beside. Aggregation with deadline chunks is
+the policy's own, at the end of its range, and told beside. All of them are settings of one engine; goodput is the
+highest rate at which enough requests meet both targets, refused ones counted as misses. Nothing is dropped: a cell that
+misses its figure is a cell like the others.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from cbdisagg.config import Config, Kv, Policy, Scheduler, Workers
 from cbdisagg.core.profile import Profile
 from cbdisagg.sim.goodput import Goal, Lab, Service
 from cbdisagg.sim.tune import KNOBS, POLICY, Search, targeted
-from cbdisagg.sim.variants import AGGREGATE, Values, changed
+from cbdisagg.sim.variants import AGGREGATE, FREE, Values, changed
 
 BALANCED = 0.10
 """The two baselines are this near to each other, as a part of the better one."""
@@ -28,23 +30,23 @@ FLOOR, MEDIAN, LEAST = 0.97, 1.15, 1.03
 """Figures to reach, times the better baseline: in every cell; in balanced ones, their median, and each of them."""
 DEADLINES = "deadline chunks"
 OVERLOAD, LEFT = 2.0, 0.95
-"""At so many times what it keeps up with, a service that refuses is to have so much left of its best goodput."""
+"""At so many times what it keeps up with, the tuned service is to have so much left of its best goodput."""
 LOADS = (1.0, 1.25, 1.5, OVERLOAD)
 """Where that best goodput is looked for, in the same units."""
 CHUNKS = (256, 512, 1024, 2048)
 LOOSE: Values = {"targets.ttft_ms": 1e7, "targets.tpot_ms": 1e6}
 """With targets that nobody misses, a step takes as many prompt tokens as its budget has room for."""
-REFUSES = "policy.admission"
 TURNED = tuple(knob for knob in KNOBS if knob.key not in ("kv.page_size", "scheduler.max_batch"))
-QUEUED = tuple(knob for knob in TURNED if knob.key != REFUSES)
+QUEUED = tuple(knob for knob in TURNED if knob.key != "policy.admission")
 
 
 class Cell(Struct, frozen=True):
     """One workload, pair of targets and part of the requests: requests per second and worker, by system.
 
     `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
-    would be late. `knobs`: those of `tuned`. `overloaded`: what is left of its goodput at OVERLOAD times that rate, if
-    it refuses: as a part of the most that it reaches at any load.
+    would be late. `knobs`: those of `tuned`. `overloaded`: what is left of its goodput at OVERLOAD times that rate, as
+    a part of the most that it reaches at any load; `queue_left`: the same of the policy as it comes, which refuses
+    nobody.
     """
 
     profile: str
@@ -60,6 +62,7 @@ class Cell(Struct, frozen=True):
     tuned: float
     knobs: dict[str, object]
     overloaded: float
+    queue_left: float
 
     @property
     def aggregated(self) -> float:
@@ -81,18 +84,18 @@ class Cell(Struct, frozen=True):
 
     @property
     def ratio(self) -> float:
-        """Of the tuned policy to the better baseline."""
-        return _times(self.tuned, self.baseline)
-
-    @property
-    def queued_ratio(self) -> float:
-        """The same, with nobody refused."""
+        """Of the tuned policy, with nobody refused, to the better baseline: what the figures to reach are about."""
         return _times(self.queued, self.baseline)
 
     @property
+    def tuned_ratio(self) -> float:
+        """The same where it may refuse."""
+        return _times(self.tuned, self.baseline)
+
+    @property
     def over_deadlines(self) -> float:
-        """With nobody refused, over its own setting that only aggregates, with deadline chunks, and over splits."""
-        return _times(self.queued, max(self.aggregation[DEADLINES], self.disaggregated))
+        """With nobody refused, over its own setting that only aggregates, with deadline chunks."""
+        return _times(self.queued, self.aggregation[DEADLINES])
 
     @property
     def default_ratio(self) -> float:
@@ -116,8 +119,8 @@ def _times(rate: float, other: float) -> float:
 
 
 class Verdict(Struct, frozen=True):
-    """`median` of the balanced cells, 0 if there are none. `queued`, `over_deadlines`: of all, as `Cell` says.
-    `overloaded`: the least of all cells.
+    """`median`, `balanced_lowest`: of the balanced cells, 0 if there are none; `tuned_median` where the policy may
+    refuse. `tuned`, `over_deadlines`: medians of all, as `Cell` says. `overloaded`, `queue_left`: the least of all.
     """
 
     cells: int
@@ -126,9 +129,11 @@ class Verdict(Struct, frozen=True):
     median: float
     balanced_lowest: float
     missed: int
-    queued: float
+    tuned_median: float
+    tuned: float
     over_deadlines: float
     overloaded: float
+    queue_left: float
 
     @property
     def reached(self) -> bool:
@@ -136,17 +141,19 @@ class Verdict(Struct, frozen=True):
 
 
 def verdict(cells: Sequence[Cell]) -> Verdict:
-    balanced = [cell.ratio for cell in cells if cell.balanced]
+    balanced = [cell for cell in cells if cell.balanced]
     return Verdict(
         cells=len(cells),
         lowest=min(cell.ratio for cell in cells),
         balanced=len(balanced),
-        median=statistics.median(balanced) if balanced else 0.0,
-        balanced_lowest=min(balanced, default=0.0),
+        median=statistics.median(cell.ratio for cell in balanced) if balanced else 0.0,
+        balanced_lowest=min((cell.ratio for cell in balanced), default=0.0),
         missed=sum(bool(cell.misses) for cell in cells),
-        queued=statistics.median(cell.queued_ratio for cell in cells),
+        tuned_median=statistics.median(cell.tuned_ratio for cell in balanced) if balanced else 0.0,
+        tuned=statistics.median(cell.tuned_ratio for cell in cells),
         over_deadlines=statistics.median(cell.over_deadlines for cell in cells),
         overloaded=min(cell.overloaded for cell in cells),
+        queue_left=min(cell.queue_left for cell in cells),
     )
 
 
@@ -172,17 +179,21 @@ def cells(
     first = targets.goal(workload, lab.profile, parts[0])
     for part in parts:
         goal = dataclasses.replace(first, part=part)
-        fixed = {
-            f"chunks of {chunk}": lab.service(changed(config, {**AGGREGATE, **LOOSE, "scheduler.token_budget": chunk}))
-            for chunk in CHUNKS
-        }
-        queued = Search(config, lab, goal, QUEUED).run(turns)
+        search = Search(config, lab, goal, QUEUED)
+        starts = search.starts()
+        split = {name: _best_split(config, lab, goal, values) for name, values in starts.items() if ":" in name}
+        queued = search.run(turns, starts | {name: values for name, (values, _) in split.items()})
         tuned = Search(config, lab, goal, TURNED).run(turns, {"queued": queued.best})
         near = queued.sustained or None
-        aggregation = {name: service.sustained(goal, near) for name, service in fixed.items()}
+        aggregation = {
+            f"chunks of {chunk}": lab.service(
+                changed(config, {**AGGREGATE, **LOOSE, "scheduler.token_budget": chunk})
+            ).sustained(goal, near)
+            for chunk in CHUNKS
+        }
         aggregation[DEADLINES] = queued.starts["aggregate"]
         most = max(queued.sustained, tuned.sustained)
-        refusing = longer.service(changed(config, {**targeted(goal), **tuned.best, REFUSES: "early-reject"}))
+        best, usual = (longer.service(changed(config, {**targeted(goal), **v})) for v in (tuned.best, FREE))
         yield Cell(
             profile=lab.profile.model,
             workload=workload.name,
@@ -191,13 +202,26 @@ def cells(
             tpot_ms=1e3 * goal.tpot_s,
             part=part,
             aggregation={name: rate / workers for name, rate in aggregation.items()},
-            disaggregation={name: rate / workers for name, rate in queued.starts.items() if ":" in name},
+            disaggregation={name: rate / workers for name, (_, rate) in split.items()},
             default=queued.starts[POLICY] / workers,
             queued=queued.sustained / workers,
             tuned=most / workers,
             knobs=dict(tuned.best),
-            overloaded=left_at(OVERLOAD, refusing, goal, most),
+            overloaded=left_at(OVERLOAD, best, goal, most),
+            queue_left=left_at(OVERLOAD, usual, goal, queued.starts[POLICY]),
         )
+
+
+def _best_split(config: Config, lab: Lab, goal: Goal, split: Values) -> tuple[Values, float]:
+    """The split with the chunk size that suits it best, and the rate that it keeps up with then."""
+    best: tuple[Values, float] = ({}, -1.0)
+    for chunk in reversed(CHUNKS):
+        values = {**split, "scheduler.token_budget": chunk}
+        service = lab.service(changed(config, {**targeted(goal), **values}))
+        rate = service.sustained(goal, near=best[1] if best[1] > 0 else None)
+        if rate > best[1]:
+            best = values, rate
+    return best
 
 
 def left_at(times: float, service: Service, goal: Goal, rate: float) -> float:

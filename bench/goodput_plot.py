@@ -1,11 +1,12 @@
-"""The heat map of the goodput grid: by how much the tuned policy, and the policy as it comes, beat the better baseline.
+"""The heat map of the goodput grid: by how much the policy beats the better baseline; tuned and refusing nobody, tuned
+where it may refuse, and as it comes.
 
 Knows matplotlib and cells; computes nothing that the table does not say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -16,18 +17,24 @@ matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot
 from matplotlib.patches import Rectangle
 
+PANELS: Mapping[str, Callable[[Cell], float]] = {
+    "tuned, nobody refused": lambda cell: cell.ratio,
+    "tuned, it may refuse": lambda cell: cell.tuned_ratio,
+    "as it comes": lambda cell: cell.default_ratio,
+}
+
 
 def draw(found: Sequence[Cell], path: Path) -> None:
     """Rows: workloads (of each profile); columns: targets and parts. A frame: the baselines are balanced there."""
     rows = list(dict.fromkeys((cell.profile, cell.workload) for cell in found))
     columns = list(dict.fromkeys((cell.targets, cell.part) for cell in found))
-    size = (4 + 2.4 * len(columns), 1.6 + 0.7 * len(rows))
-    figure, panels = pyplot.subplots(1, 2, figsize=size, constrained_layout=True, squeeze=False)
-    for axes, name in zip(panels[0], ("tuned", "default"), strict=True):
+    size = (4 + 1.2 * len(PANELS) * len(columns), 1.6 + 0.7 * len(rows))
+    figure, panels = pyplot.subplots(1, len(PANELS), figsize=size, constrained_layout=True, squeeze=False)
+    for axes, name in zip(panels[0], PANELS, strict=True):
         values = np.full((len(rows), len(columns)), np.nan)
         for cell in found:
             y, x = rows.index((cell.profile, cell.workload)), columns.index((cell.targets, cell.part))
-            values[y, x] = cell.ratio if name == "tuned" else cell.default_ratio
+            values[y, x] = PANELS[name](cell)
             axes.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", fontsize=9)
             if cell.balanced:
                 axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from cbdisagg_bench.goodput_grid import DEADLINES, FLOOR, LEAST, LEFT, MEDIAN, Cell, verdict
@@ -16,7 +16,7 @@ def summary(cell: Cell) -> dict[str, object]:
     """For JSON: what was measured, and what follows from it."""
     told: dict[str, object] = msgspec.to_builtins(cell)
     follows = {"ratio": cell.ratio, "default_ratio": cell.default_ratio, "over_deadlines": cell.over_deadlines}
-    follows |= {"queued_ratio": cell.queued_ratio}
+    follows |= {"tuned_ratio": cell.tuned_ratio}
     return told | follows | {"balanced": cell.balanced, "miss": cell.misses}
 
 
@@ -38,35 +38,36 @@ def table(found: Sequence[Cell]) -> Table:
     caption = " ".join(
         (
             "requests/s and worker. ms: TTFT/TPOT; chunks: aggregation with the best of the fixed sizes, deadl.: with",
-            "deadline chunks; split: the best one; policy: as it comes; queued: the policy, tuned;",
-            "tuned: it may refuse what would be late, too; +: over the better of chunks and split.",
-            f"{told.cells} cells: lowest {told.lowest:.2f} (to reach: {FLOOR});",
+            "deadline chunks; split: the best one, with the best of the sizes; policy: as it comes; queued: tuned,",
+            "nobody refused, q: over the better of chunks and split, q/d: over deadl., its own end of the range;",
+            "tuned: it may refuse what would be late, t: as q.",
+            f"{told.cells} cells, q: lowest {told.lowest:.2f} (to reach: {FLOOR});",
             f"{told.balanced} balanced (B): {balanced if told.balanced else 'none'}; {told.missed} miss a figure (!).",
-            f"2x: left of its best goodput at twice that load, if it refuses: at least {told.overloaded:.0%}",
-            f"(to reach: {LEFT:.0%}).",
-            f"Queued: median {told.queued:.2f}, and {told.over_deadlines:.2f} over deadline chunks alone or a split",
+            f"t: median {told.tuned:.2f}, of balanced ones {told.tuned_median:.2f};",
+            f"q/d: median {told.over_deadlines:.2f}.",
+            f"2x: left of its best goodput at twice its load, tuned: at least {told.overloaded:.0%} (to reach:",
+            f"{LEFT:.0%}); 2xq: the policy as it comes, which refuses nobody: at least {told.queue_left:.0%}",
         )
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for name in ("workload", "ms", "part", "chunks", "split", "deadl.", "policy", "queued", "tuned", "+", "2x", ""):
+    names = ("workload", "ms", "part", "chunks", "split", "deadl.", "policy", "queued", "q", "q/d", "tuned", "t")
+    for name in (*names, "2x", "2xq", ""):
         shown.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
     for cell in found:
-        rates = (
-            cell.aggregated,
-            cell.disaggregated,
-            cell.aggregation[DEADLINES],
-            cell.default,
-            cell.queued,
-            cell.tuned,
-        )
         shown.add_row(
             *_name(cell),
-            *(f"{rate:.1f}" for rate in rates),
-            f"{cell.ratio - 1:+.0%}",
-            f"{cell.overloaded:.0%}",
+            *(f"{rate:.1f}" for rate in (cell.aggregated, cell.disaggregated, cell.aggregation[DEADLINES])),
+            *(f"{value:.{digits}f}" for value, digits in _ratios(cell)),
+            *(f"{left:.0%}" for left in (cell.overloaded, cell.queue_left)),
             ("B" if cell.balanced else "") + ("!" if cell.misses else ""),
         )
     return shown
+
+
+def _ratios(cell: Cell) -> Iterator[tuple[float, int]]:
+    """The policy's rates, and what they are of others', with their digits after the point."""
+    yield from ((cell.default, 1), (cell.queued, 1), (cell.ratio, 2), (cell.over_deadlines, 2))
+    yield from ((cell.tuned, 1), (cell.tuned_ratio, 2))
 
 
 def turned(found: Sequence[Cell]) -> list[str]:

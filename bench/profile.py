@@ -46,7 +46,7 @@ TRANSFER_PAGES = (1, 4, 16, 64)
 NEIGHBOUR_ROUNDS = 10
 LONGEST = 4096
 """Tokens of the longest sequence that is measured, unless another is asked for: more would take many minutes."""
-ENOUGH_S = 1.0
+ENOUGH_S = 0.5
 """A step that has been measured for so long is not measured again."""
 
 

@@ -25,6 +25,7 @@ LONG = "long"
 REGIONS = (*KINDS, LONG)
 SMALL_BATCH, SHORT = 8, 1024
 """Sequences that still are a small batch, tokens that still are a short sequence: with a longer one a step is long."""
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CONTEXTS = (64, 256, 1024, 4096)
 _GREEDY = Sampling(max_tokens=1 << 20, temperature=0.0)
 
@@ -67,7 +68,7 @@ class Range:
 def sweep(reach: Range) -> list[Case]:
     """The steps to fit: each size alone, over all lengths, and chunks beside decodes."""
     batches = _upto(reach.batch, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256))
-    chunks = _upto(reach.chunk, (16, 32, 64, 128, 256, 512, 1024, 2048, 4096))
+    chunks = _upto(reach.chunk, CHUNKS)
     contexts = _upto(reach.context, CONTEXTS)
     fitting = {batch: min(reach.context, reach.pool // batch) for batch in batches if batch <= reach.pool}
     cases = [decode([context] * batch) for batch, most in fitting.items() for context in _upto(most, CONTEXTS)]
@@ -94,7 +95,9 @@ def _starts(reach: Range, chunk: int, contexts: Sequence[int]) -> list[int]:
 
 
 def unseen(reach: Range, count: int, seed: int) -> list[Case]:
-    """Steps that are not fitted: any mixture of lengths, of each region in turn. Chunks of all sizes are as likely."""
+    """Steps that are not fitted: any mixture of lengths, of each region in turn. Chunks of all sizes, from the least
+    that is fitted on, are as likely.
+    """
     draw = random.Random(seed)
     regions = [region for region in REGIONS if region != LONG or reach.context > SHORT]
     return [_drawn(regions[n % len(regions)], reach, draw) for n in range(count)]
@@ -116,7 +119,8 @@ def _drawn(region: str, reach: Range, draw: random.Random) -> Case:
         tokens = draw.randint(least, max(least, min(longest if n == 0 else short, room)))
         left -= tokens
         if n < prompts:
-            chunk = min(tokens, round(math.exp(draw.uniform(0.0, math.log(reach.chunk // prompts)))))
+            most = reach.chunk // prompts
+            chunk = min(tokens, round(math.exp(draw.uniform(math.log(min(CHUNKS[0], most)), math.log(most)))))
             start = tokens - chunk if least > 1 else draw.choice((0, tokens - chunk))
             work += prefill(start, chunk).work
         else:

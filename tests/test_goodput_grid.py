@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 from cbdisagg_bench import goodput
-from cbdisagg_bench.goodput_grid import Cell, cells, fleet, left_at, verdict
+from cbdisagg_bench.goodput_grid import Cell, _best_split, cells, fleet, left_at, verdict
 from cbdisagg_bench.goodput_report import knobs, table
 from cbdisagg_bench.goodput_wall import POLICY, Load, WallCell, loads, summary, systems
 from cbdisagg_bench.goodput_workloads import TARGETS, WORKLOADS, Workload, prompt_s, step_s
@@ -18,10 +18,11 @@ from cbdisagg_bench.options import sums
 from rich.console import Console
 from typer import BadParameter, Typer
 
-from cbdisagg.config import Config, Targets
+from cbdisagg.config import Config, ConfigError, Targets
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.sim.arrivals import Lengths
 from cbdisagg.sim.goodput import Goal, Lab, Service
+from cbdisagg.sim.variants import disaggregate
 
 PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 H200 = parse_profile(PATH.read_bytes(), PATH.name)
@@ -33,7 +34,7 @@ def cell(aggregated: float, disaggregated: float, tuned: float, **others: float)
         {"deadline chunks": 1.5 * aggregated, "chunks of 512": aggregated, "chunks of 256": 0.0},
         {"1P:1D": disaggregated, "2P:1D": 0.0},
     )
-    rates = {"default": 1.0, "queued": tuned, "tuned": tuned, "overloaded": 0.98, **others}
+    rates = {"default": 1.0, "queued": tuned, "tuned": tuned, "overloaded": 0.98, "queue_left": 0.5, **others}
     return Cell("p", "w", "t", 250.0, 15.0, 0.9, aggregation, split, knobs={"policy.rho": 0.7}, **rates)
 
 
@@ -45,7 +46,8 @@ def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() 
     assert not cell(3.7, 4.0, 4.2).misses
     assert cell(4.0, 1.0, 6.6).ratio == pytest.approx(1.65) and cell(4.0, 1.0, 6.6).over_deadlines == pytest.approx(1.1)
     refusing = cell(4.0, 1.0, 8.0, queued=6.0)
-    assert (refusing.ratio, refusing.queued_ratio, refusing.over_deadlines) == (2.0, 1.5, 1.0)
+    assert (refusing.ratio, refusing.tuned_ratio, refusing.over_deadlines) == (1.5, 2.0, 1.0)
+    assert cell(2.0, 4.0, 8.0, queued=3.8).misses == "under 0.97"  # what it gains by refusing does not count
     nothing = cell(0.0, 0.0, 0.0)
     assert nothing.ratio == 1.0 and not nothing.balanced and cell(0.0, 0.0, 1.0).ratio == 2.0
     assert cell(2.0, 4.0, 4.0, overloaded=0.94).misses == "overloaded, under 0.95"
@@ -54,6 +56,7 @@ def test_a_cell_is_held_against_the_better_baseline_and_balanced_ones_to_more() 
 def test_the_verdict_counts_every_cell() -> None:
     told = verdict([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.8, overloaded=0.96)])
     assert (told.cells, told.missed, told.balanced, told.overloaded) == (3, 1, 2, 0.96) and not told.reached
+    assert verdict([cell(4.0, 4.0, 8.0, queued=4.8)]).tuned_median == 2.0 and told.queue_left == 0.5
     assert told.lowest == pytest.approx(0.95) and told.median == pytest.approx(1.15)
     assert verdict([cell(4.0, 4.0, 4.4), cell(4.0, 4.0, 4.9)]).reached
     assert not verdict([cell(4.0, 4.0, 4.4)]).reached  # the median is too low
@@ -76,8 +79,31 @@ def test_a_tiny_grid_from_end_to_end() -> None:
         assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 5
         own = max(one.aggregation["deadline chunks"], one.disaggregated, one.default)
         assert one.tuned >= one.queued >= own > 0  # what the search began with
-        assert 0 < one.overloaded <= 1
+        assert 0 < one.overloaded <= 1 and 0 < one.queue_left <= 1
     assert found[1].aggregated >= found[0].aggregated
+
+
+def test_a_split_has_the_chunks_that_suit_it_best() -> None:
+    """Of four sizes the one in the middle is best; the search for each begins at what the best so far keeps up with."""
+    sizes = {2048: 3.0, 1024: 5.0, 512: 4.0, 256: 1.0}
+    asked: list[tuple[int, float | None]] = []
+
+    class Rated:
+        def __init__(self, config: Config) -> None:
+            self.chunk = config.scheduler.token_budget
+            assert (config.policy.mode, config.policy.pin_prefill) == ("disaggregate", 1)
+
+        def sustained(self, goal: Goal, near: float | None) -> float:
+            asked.append((self.chunk, near))
+            return sizes[self.chunk]
+
+    class Rating:
+        def service(self, config: Config) -> Rated:
+            return Rated(config)
+
+    values, rate = _best_split(Config(), cast(Lab, Rating()), Goal(1.0, 1.0), disaggregate(1, 1))
+    assert (values["scheduler.token_budget"], values["policy.pin_decode"], rate) == (1024, 1, 5.0)
+    assert asked == [(2048, None), (1024, 3.0), (512, 5.0), (256, 5.0)]
 
 
 def test_what_an_overload_leaves_is_a_part_of_the_best_at_any_load() -> None:
@@ -103,9 +129,10 @@ def test_a_table_tells_all_cells_and_what_was_turned() -> None:
     console.print(table([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4)]))
     said = " ".join(console.export_text().split())
     assert (
-        "-5%" in said
+        "0.95" in said
         and "98%" in said
-        and "+10%" in said
+        and "1.10" in said
+        and "50%" in said
         and "1 miss a figure" in said
         and "B" in said
         and "…" not in said
@@ -130,9 +157,18 @@ def test_the_command_writes_what_it_found(
     app.command()(goodput.goodput)
     out = tmp_path / "grid.json"
     given = ["--quick", "--turns", "1", "--only", "tiny", "--out", str(out)]
-    app([*given, "--json"], standalone_mode=False)
+    status = app([*given, "--json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
     assert told == json.loads(out.read_text()) and told["verdict"]["cells"] == len(told["cells"]) == 2
+    assert bool(status) != told["verdict"]["reached"]
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps({"cells": [dict(told["cells"][0], queued=0.0), told["cells"][1]]}))
+    assert app(["--read", str(kept), "--json"], standalone_mode=False) == 1  # a cell that misses
+    again = json.loads(capsys.readouterr().out)
+    assert (again["verdict"]["missed"], again["verdict"]["lowest"], again["runs"]) == (1, 0.0, 0)
+    with pytest.raises(ConfigError, match=r"grid\.txt: not written by bench goodput"):
+        (tmp_path / "grid.txt").write_text("[]")
+        app(["--read", str(tmp_path / "grid.txt")], standalone_mode=False)
     with pytest.raises(BadParameter, match="'nobody' is not one of"):
         app(["--only", "nobody"], standalone_mode=False)
     with pytest.raises(BadParameter, match=r"must end in \.png or \.svg"):
