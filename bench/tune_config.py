@@ -40,7 +40,7 @@ def as_toml(config: Config, found: Tuned, origin: Origin) -> str:
             continue
         values, usual = getattr(config, section), getattr(default, section)
         lines = [
-            f"{name} = {show(value)}".ljust(27) + f"# {reasons.get(f'{section}.{name}', 'as given')}"
+            f"{name} = {show(value)}".ljust(26) + f" # {reasons.get(f'{section}.{name}', 'as given')}"
             for name, value in msgspec.structs.asdict(values).items()
             if f"{section}.{name}" in reasons or value != getattr(usual, name)
         ]
