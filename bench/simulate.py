@@ -152,11 +152,13 @@ def _tell(outcome: Outcome, costs: Profile, took_s: float, seed: int, as_json: b
             "took_s": took_s,
             "events": outcome.events,
             "us_per_token": 1e6 * took_s / max(1, tokens),
+            "us_per_generated_token": 1e6 * took_s / max(1, told.generated_tokens),
         }
         print(msgspec.json.format(msgspec.json.encode({**head, **msgspec.structs.asdict(told)}), indent=1).decode())
         return
     print("\n".join(lines(told)))
-    speed = f"{took_s:.1f} s, {1e6 * took_s / max(1, tokens):.2f} us a token"
+    each, generated = (1e6 * took_s / max(1, count) for count in (tokens, told.generated_tokens))
+    speed = f"{took_s:.1f} s: {each:.2f} us for each token, prompts included, or {generated:.1f} for each generated one"
     print(f"\n{costs.model} on {costs.machine}; simulated in {speed}")
 
 

@@ -38,7 +38,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_a_made_workload_gives_figures_that_only_the_seed_changes(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("made", "--profile", PROFILE, "--requests", "20", "--rate", "5", "--outputs", "8")
     first, second, other = (told(capsys, *given, "--seed", seed) for seed in ("0", "0", "1"))
-    for name in ("took_s", "us_per_token"):
+    assert first["us_per_generated_token"] / first["us_per_token"] == pytest.approx((20 * 512 + 160) / 160)
+    for name in ("took_s", "us_per_token", "us_per_generated_token"):
         del first[name], second[name]
     assert first == second and first["ttft_s"] != other["ttft_s"]
     assert (first["requests"], first["done"], first["generated_tokens"]) == (20, 20, 160)
