@@ -84,7 +84,8 @@ class Client:
                 refusal += data
 
         async with asyncio.timeout(SILENCE_S) as patience:
-            status = await post(self._url, self._headers, json.dumps(self._body(ask)).encode(), on_body)
+            headers = self._headers | wishes(ask)
+            status = await post(self._url, headers, json.dumps(self._body(ask)).encode(), on_body)
         if status == 200:
             reading.finish()
         else:
@@ -146,6 +147,12 @@ class _Reading:
             answer.error = "the stream broke off"
         elif not answer.times:
             answer.error = "no token came"
+
+
+def wishes(ask: Ask) -> dict[str, str]:
+    """Targets of its own, for servers that know them; others pass over such headers."""
+    own = {"x-slo-ttft-ms": ask.ttft_ms, "x-slo-tpot-ms": ask.tpot_ms}
+    return {name: f"{ms:g}" for name, ms in own.items() if ms}
 
 
 def bearer(api_key: str) -> dict[str, str]:

@@ -162,6 +162,7 @@ class FakeServer:
         self.go_on = asyncio.Event()
         self.max_len, self.status = max_len, status
         self.bodies: list[dict[str, object]] = []
+        self.wishes: list[tuple[str | None, str | None]] = []
         self.running = self.most = 0
 
     async def models(self, _: web.Request) -> web.Response:
@@ -172,6 +173,7 @@ class FakeServer:
         body = await request.json()
         number = len(self.bodies)
         self.bodies.append(body)
+        self.wishes.append((request.headers.get("x-slo-ttft-ms"), request.headers.get("x-slo-tpot-ms")))
         if number in self.refused:
             return web.Response(status=503, text="full")
         self.running += 1
@@ -308,13 +310,19 @@ async def test_several_servers_get_the_same_requests_in_turn(start) -> None:
 async def test_a_file_of_requests_is_asked_at_its_own_times(start, tmp_path: Path) -> None:
     file = tmp_path / "asks.jsonl"
     rows = [(0.0, 2), (0.02, 3), (0.04, 1)]
-    file.write_bytes(workload.write_workload(workload.Ask(at, tokens, prompt="hi") for at, tokens in rows))
+    targets = {0.02: 2e6}  # the second one brings its own
+    file.write_bytes(
+        workload.write_workload(
+            workload.Ask(at, tokens, prompt="hi", ttft_ms=targets.get(at, 0.0)) for at, tokens in rows
+        )
+    )
     running = await start(FakeServer())
     out, picture = tmp_path / "out.json", tmp_path / "load.png"
     arguments = [running.url, "--file", str(file), "--out", str(out), "--plot", str(picture), "--ttft-ms", "1e6"]
     status, shown, _ = await running.load(*arguments)
     assert status == 0 and "within targets: 100.0%" in shown
     assert {body["prompt"] for body in running.fake.bodies} == {"hi"}
+    assert sorted(running.fake.wishes, key=str) == [("2e+06", None), (None, None), (None, None)]
     told = json.loads(out.read_text())
     assert [(row["arrived"], row["tokens"]) for row in told["answers"][0]][1:] == rows[1:]
     assert all(row["sent"] >= at for row, (at, _) in zip(told["answers"][0], rows, strict=True))
