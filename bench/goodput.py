@@ -20,12 +20,12 @@ from typing import Annotated, Literal
 import msgspec
 import typer
 import uvloop
-from cbdisagg_bench import goodput_wall
+from cbdisagg_bench import goodput_wall, goodput_wall_cells
 from cbdisagg_bench.company import Company
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import at_least, check_picture, check_place, chosen, command, numbers, refuse_unused, sums
+from cbdisagg_bench.options import amounts, at_least, check_picture, check_place, chosen, command, pairs, refuse_unused
 from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich.console import Console
@@ -43,7 +43,7 @@ PARTS = (0.9, 0.99)
 LASTING = 4
 """An overload lasts so many times as long as the other runs: at first any service has room."""
 ONLY_VIRTUAL = ("profile", "workers", "kv_gb", "only", "aim", "fine", "quick", "turns", "read")
-ONLY_WALL = ("config", "rates", "lengths", "rounds", "requests", "port")
+ONLY_WALL = ("config", "rates", "lengths", "targets", "rounds", "requests", "port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,9 @@ def goodput(
     lengths: Annotated[
         str, typer.Option(help="Wall clock: mean tokens of prompts + answers, as 128+32,512+16.")
     ] = "128+32,512+16",
+    targets: Annotated[
+        str, typer.Option(help="Wall clock: TTFT/TPOT in ms, as 500/30,1000/50; else the config's.")
+    ] = "",
     rounds: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each load.")] = 3,
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each run.")] = 20,
     port: Annotated[int, typer.Option(callback=at_least(0), help="Wall clock: of the first service; 0: any.")] = 0,
@@ -109,8 +112,11 @@ def goodput(
     check_place(out, "--out")
     if clock == "wall":
         settings = load_config(config)
-        wanted = goodput_wall.loads(numbers("--rates", rates), sums("--lengths", lengths), settings.targets)
-        _on_this_machine(settings, wanted, rounds, requests, seed, port, out, as_json)
+        usual = f"{settings.targets.ttft_ms:.0f}/{settings.targets.tpot_ms:.0f}"
+        pairs_ = pairs("--targets", targets or usual, "/", "500/30")
+        wanted = goodput_wall.loads(amounts("--rates", rates), pairs("--lengths", lengths, "+", "128+32"), pairs_)
+        check_picture(plot)
+        _on_this_machine(settings, wanted, rounds, requests, seed, port, out, plot, as_json)
         return
     names = [workload.name for workload in WORKLOADS]
     picked = chosen("--only", only or (names[2:] if quick else names), names)
@@ -146,28 +152,37 @@ def goodput(
 
 def _on_this_machine(
     settings: Config,
-    wanted: Sequence[goodput_wall.Load],
+    wanted: Sequence[goodput_wall_cells.Load],
     rounds: int,
     requests: int,
     seed: int,
     port: int,
     out: Path | None,
+    plot: Path | None,
     js: bool,
 ) -> None:
-    configs = goodput_wall.systems(settings, settings.targets, usable_cores().at_once)
+    configs = goodput_wall.systems(settings, usable_cores().at_once)
     columns = (TextColumn("{task.description:>40}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     try:
         company = Company()
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("runs", total=len(configs) * len(wanted) * rounds)
             work = goodput_wall.measure(configs, wanted, requests, rounds, seed, port, bar, lambda: bar.advance(task))
-            found = uvloop.run(work)
+            runs = uvloop.run(work)
     except ServiceFailed as error:
         fail(str(error))
     company.end()
-    told = {**_head(seed), "rounds": rounds, "others": round(company.others, 3)}
-    told["cells"] = [goodput_wall.summary(cell) for cell in found]
-    _hand_out(told, out, js, lambda: Console().print(goodput_wall.table(found, rounds, company.others)))
+    found = goodput_wall_cells.wall_cells(runs)
+    told = {**_head(seed), "rounds": rounds, "requests": requests, "others": round(company.others, 3)}
+    told["cells"] = [goodput_wall_cells.summary(cell) for cell in found]
+    told["runs"] = [msgspec.to_builtins(each) for each in runs]
+    _hand_out(told, out, js, lambda: Console().print(goodput_wall_cells.table(found, rounds, company.others)))
+    if plot is not None:
+        from cbdisagg_bench.goodput_plot import draw_wall
+
+        draw_wall(found, plot)
+    if any(cell.misses for cell in found):
+        raise typer.Exit(1)
 
 
 def _hand_out(told: dict[str, object], out: Path | None, as_json: bool, show: Callable[[], None]) -> None:

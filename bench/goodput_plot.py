@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from cbdisagg_bench.goodput_grid import Cell
+from cbdisagg_bench.goodput_wall_cells import WallCell
 
 matplotlib.use("Agg")  # no display is needed
 from matplotlib import pyplot
@@ -22,6 +23,32 @@ PANELS: Mapping[str, Callable[[Cell], float]] = {
     "tuned, it may refuse": lambda cell: cell.tuned_ratio,
     "as it comes": lambda cell: cell.default_ratio,
 }
+
+
+def draw_wall(found: Sequence[WallCell], path: Path) -> None:
+    """Rows: workloads; columns: targets and parts: goodput over that of the best other system. A frame: a miss."""
+    rows = list(dict.fromkeys(f"{cell.prompts}+{cell.outputs}" for cell in found))
+    columns = list(dict.fromkeys(_column(cell) for cell in found))
+    size = (3 + 1.2 * len(columns), 1.6 + 0.7 * len(rows))
+    figure, axes = pyplot.subplots(figsize=size, constrained_layout=True)
+    values = np.full((len(rows), len(columns)), np.nan)
+    for cell in found:
+        y, x = rows.index(f"{cell.prompts}+{cell.outputs}"), columns.index(_column(cell))
+        values[y, x] = cell.ratio
+        axes.text(x, y, f"{cell.ratio:.2f}\n{cell.best}", ha="center", va="center", fontsize=9)
+        if cell.misses:
+            axes.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, linewidth=2))
+    picture = axes.imshow(values, cmap="RdYlGn", vmin=0.7, vmax=1.3, aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.set_title("policy: goodput over the best other system's", fontsize=10)
+    figure.colorbar(picture, ax=axes)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _column(cell: WallCell) -> str:
+    return f"{cell.ttft_ms:g}/{cell.tpot_ms:g} ms\n{cell.part:.0%}"
 
 
 def draw(found: Sequence[Cell], path: Path) -> None:

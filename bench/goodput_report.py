@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from cbdisagg_bench.goodput_grid import DEADLINES, FLOOR, LEAST, LEFT, MEDIAN, Cell, verdict
@@ -38,9 +38,9 @@ def table(found: Sequence[Cell]) -> Table:
     caption = " ".join(
         (
             "requests/s and worker. ms: TTFT/TPOT; chunks: aggregation with the best of the fixed sizes, deadl.: with",
-            "deadline chunks; split: the best one, with the best of the sizes; policy: as it comes; queued: tuned,",
-            "nobody refused, q: over the better of chunks and split, q/d: over deadl., its own end of the range;",
-            "tuned: it may refuse what would be late, t: as q.",
+            "deadline chunks; split: the best one, with the best of the sizes; queued: the policy, tuned, and nobody",
+            "refused; q: that over the better of chunks and split, q/d: over deadl., its own end of the range; t: as",
+            "q, where it may refuse what would be late.",
             f"{told.cells} cells, q: lowest {told.lowest:.2f} (to reach: {FLOOR});",
             f"{told.balanced} balanced (B): {balanced if told.balanced else 'none'}; {told.missed} miss a figure (!).",
             f"t: median {told.tuned:.2f}, of balanced ones {told.tuned_median:.2f};",
@@ -50,29 +50,27 @@ def table(found: Sequence[Cell]) -> Table:
         )
     )
     shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    names = ("workload", "ms", "part", "chunks", "split", "deadl.", "policy", "queued", "q", "q/d", "tuned", "t")
-    for name in (*names, "2x", "2xq", ""):
+    names = ("workload", "ms", "part", "chunks", "split", "deadl.", "queued", "q", "q/d", "t", "2x", "2xq", "")
+    for name in names:
         shown.add_column(name, justify="left" if name == "workload" else "right", no_wrap=True)
     for cell in found:
+        rates = (cell.aggregated, cell.disaggregated, cell.aggregation[DEADLINES], cell.queued)
         shown.add_row(
             *_name(cell),
-            *(f"{rate:.1f}" for rate in (cell.aggregated, cell.disaggregated, cell.aggregation[DEADLINES])),
-            *(f"{value:.{digits}f}" for value, digits in _ratios(cell)),
+            *(f"{rate:.1f}" for rate in rates),
+            *(f"{ratio:.2f}" for ratio in (cell.ratio, cell.over_deadlines, cell.tuned_ratio)),
             *(f"{left:.0%}" for left in (cell.overloaded, cell.queue_left)),
             ("B" if cell.balanced else "") + ("!" if cell.misses else ""),
         )
     return shown
 
 
-def _ratios(cell: Cell) -> Iterator[tuple[float, int]]:
-    """The policy's rates, and what they are of others', with their digits after the point."""
-    yield from ((cell.default, 1), (cell.queued, 1), (cell.ratio, 2), (cell.over_deadlines, 2))
-    yield from ((cell.tuned, 1), (cell.tuned_ratio, 2))
-
-
 def turned(found: Sequence[Cell]) -> list[str]:
-    """What the tuner has found for each cell, a line each."""
-    return [f"{' '.join(_name(cell))}: {knobs(cell)}" for cell in found]
+    """What the tuner has found for each cell, and the rates with and without it, a line each."""
+    return [
+        f"{' '.join(_name(cell))}: {knobs(cell)}: {cell.tuned:.1f}/s; as it comes: {cell.default:.1f}/s"
+        for cell in found
+    ]
 
 
 def _name(cell: Cell) -> tuple[str, str, str]:

@@ -36,12 +36,21 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def sums(option: str, text: str) -> list[tuple[int, int]]:
-    """Comma-separated pairs of numbers from 1 up."""
-    pairs = [re.fullmatch(r"\s*([1-9]\d*)\+([1-9]\d*)\s*", part, re.ASCII) for part in text.split(",")]
-    if not all(pairs):
-        raise typer.BadParameter(f"{text!r}: write pairs of numbers from 1 up, as 128+32", param_hint=f"'{option}'")
-    return [(int(pair[1]), int(pair[2])) for pair in pairs if pair]
+def amounts(option: str, text: str) -> list[float]:
+    """Comma-separated numbers above 0, by size."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d*\.?\d+", part, re.ASCII) and float(part) for part in found):
+        raise typer.BadParameter(f"{text!r}: write numbers above 0, as 0.5,1", param_hint=f"'{option}'")
+    return sorted({float(part) for part in found})
+
+
+def pairs(option: str, text: str, between: str, example: str) -> list[tuple[int, int]]:
+    """Comma-separated pairs of numbers from 1 up, with a sign `between` them."""
+    number = r"([1-9]\d*)"
+    found = [re.fullmatch(rf"\s*{number}{re.escape(between)}{number}\s*", part, re.ASCII) for part in text.split(",")]
+    if not all(found):
+        raise typer.BadParameter(f"{text!r}: write pairs of numbers from 1 up, as {example}", param_hint=f"'{option}'")
+    return [(int(pair[1]), int(pair[2])) for pair in found if pair]
 
 
 def chosen(option: str, names: Collection[str], choices: Collection[str]) -> list[str]:

@@ -12,13 +12,16 @@ import pytest
 from cbdisagg_bench import goodput
 from cbdisagg_bench.goodput_grid import Cell, _best_split, cells, fleet, left_at, verdict
 from cbdisagg_bench.goodput_report import knobs, table
-from cbdisagg_bench.goodput_wall import POLICY, Load, WallCell, loads, summary, systems
+from cbdisagg_bench.goodput_wall import drawn, loads, systems
+from cbdisagg_bench.goodput_wall_cells import HALF, ONE, POLICY, Load, Runs, kept_up, summary, wall_cells
+from cbdisagg_bench.goodput_wall_cells import table as wall_table
 from cbdisagg_bench.goodput_workloads import TARGETS, WORKLOADS, Workload, prompt_s, step_s
-from cbdisagg_bench.options import sums
+from cbdisagg_bench.options import amounts, pairs
+from msgspec.structs import replace
 from rich.console import Console
 from typer import BadParameter, Typer
 
-from cbdisagg.config import Config, ConfigError, Targets
+from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.sim.arrivals import Lengths
 from cbdisagg.sim.goodput import Goal, Lab, Service
@@ -126,7 +129,7 @@ def test_what_an_overload_leaves_is_a_part_of_the_best_at_any_load() -> None:
 
 def test_a_table_tells_all_cells_and_what_was_turned() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table([cell(2.0, 4.0, 3.8), cell(4.0, 4.0, 4.4)]))
+    console.print(table([cell(2.0, 4.0, 3.8), replace(cell(40.0, 40.0, 44.0), workload="Azure-code-like")]))
     said = " ".join(console.export_text().split())
     assert (
         "0.95" in said
@@ -187,29 +190,80 @@ def test_an_option_that_would_change_nothing_is_refused(given: list[str], option
     assert refused.value.param_hint == f"'{option}'"
 
 
+def test_what_is_kept_up_with_is_read_off_the_rates() -> None:
+    assert kept_up([1, 2, 4], [1.0, 0.95, 0.45], 0.9) == pytest.approx(2.2)
+    assert kept_up([1, 2, 4], [0.9, 0.7, 1.0], 0.9) == 1.0  # a rate that is missed ends it
+    assert kept_up([1, 2], [0.8, 0.8], 0.9) == 0.0 and kept_up([1, 2], [1.0, 0.99], 0.99) == 2.0
+
+
+def runs(rate: float, met: dict[str, list[float]], ttft_ms: dict[str, float | None]) -> Runs:
+    return Runs(Load(rate, 128, 32, 500.0, 30.0), met, {name: [ms] for name, ms in ttft_ms.items()})
+
+
 def test_by_the_wall_clock_the_policy_is_held_against_the_best_less_the_spread() -> None:
-    load = Load(2.0, 128, 32, 1000.0, 50.0)
-    good = {"one": [1.9, 2.0, 1.8], "two": [1.0, 1.0, 1.0], POLICY: [1.7, 1.75, 1.6]}
-    ttft_ms = {"half": [200.0, 210.0, 190.0], POLICY: [150.0, 214.0, 208.0]}
-    met = WallCell(load, good, ttft_ms)
-    assert met.later == pytest.approx(1.04)
-    assert (met.best, met.median("one"), met.spread) == ("one", 1.9, pytest.approx(0.2 / 1.9))
-    assert met.ratio == pytest.approx(1.7 / 1.9) and met.holds
-    assert not WallCell(load, {**good, "one": [1.9, 1.9, 1.9]}, ttft_ms).holds
-    nobody = WallCell(load, {"one": [0.0], POLICY: [0.0]}, ttft_ms)
-    assert nobody.ratio == 1.0 and nobody.spread == 0.0 and summary(nobody)["holds"]
+    firsts: dict[str, float | None] = {ONE: 80.0, "two": 90.0, HALF: 100.0, POLICY: 104.0}
+    slow = {ONE: [1.0, 1.0, 1.0], "two": [1.0, 1.0, 1.0], HALF: [1.0, 1.0, 1.0], POLICY: [1.0, 1.0, 0.95]}
+    fast = {ONE: [0.8, 0.8, 0.8], "two": [0.6, 0.8, 0.7], HALF: [1.0, 1.0, 1.0], POLICY: [0.6, 0.6, 0.6]}
+    found = wall_cells([runs(2.0, fast, dict.fromkeys(firsts)), runs(1.0, slow, firsts)])  # in any order
+    most, nearly_all = found
+    assert (most.part, nearly_all.part) == (0.9, 0.99)
+    assert most.best == ONE and most.kept[ONE] == [1.5, 1.5, 1.5] and most.spread == 0.0  # not half of the machine
+    assert most.kept[POLICY] == pytest.approx([1.25, 1.25, 1 + 0.05 / 0.35])
+    assert most.ratio == pytest.approx(1.25 / 1.5) and most.misses == "under 0.95"
+    assert most.later == {HALF: pytest.approx(1.04), ONE: pytest.approx(1.3)}
+    spread = replace(most, kept={**most.kept, ONE: [1.5, 1.5, 1.2]})
+    assert spread.spread == pytest.approx(0.2) and not spread.misses
+    assert replace(spread, later={HALF: 1.06, ONE: 1.0}).misses == "late"
+    assert replace(spread, later={HALF: None, ONE: 1.0}).misses == "late"
+    assert not replace(spread, later={HALF: 1.05, ONE: 9.0}).misses
 
 
-def test_by_the_wall_clock_all_systems_have_the_same_cores_and_targets() -> None:
-    targets = Targets(ttft_ms=500, tpot_ms=40)
-    found = systems(Config(), targets, threads=4)
+def test_a_wall_cell_where_nobody_keeps_up_is_no_miss_and_no_figure_is_nan() -> None:
+    nobody = {ONE: [0.0], "two": [0.0], HALF: [0.0], POLICY: [0.0]}
+    (cell, _) = wall_cells([runs(1.0, nobody, {ONE: None, "two": None, HALF: 100.0, POLICY: 100.0})])
+    assert (cell.ratio, cell.spread, cell.misses) == (1.0, 0.0, "")
+    told = json.dumps(summary(cell), allow_nan=False)
+    assert json.loads(told)["later"] == {HALF: 1.0, ONE: None}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(wall_table([cell], 3, 0.02))
+    assert "0 of 1 cells miss" in " ".join(console.export_text().split())
+
+
+def test_the_wall_grid_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from cbdisagg_bench.goodput_plot import draw_wall
+
+    met = {ONE: [1.0], "two": [1.0], HALF: [1.0], POLICY: [1.0]}
+    draw_wall(wall_cells([runs(1.0, met, dict.fromkeys(met, 5.0))]), tmp_path / "map.svg")
+    assert (tmp_path / "map.svg").stat().st_size > 5000
+
+
+def test_by_the_wall_clock_all_systems_have_the_same_cores_and_requests_their_targets() -> None:
+    found = systems(Config(), threads=4)
     assert list(found) == ["one", "two", "1P1D", POLICY, "half"]
     for name, config in found.items():
         threads = sum(group.count * group.threads for group in config.workers)
-        assert threads == (2 if name == "half" else 4) and config.targets == targets
+        assert threads == (2 if name == "half" else 4)
     modes = [config.policy.mode for config in found.values()]
     assert modes == ["aggregate", "aggregate", "disaggregate", "auto", "aggregate"]
-    assert sums("--lengths", "128+32,512+16") == [(128, 32), (512, 16)]
-    with pytest.raises(BadParameter, match="as 128"):
-        sums("--lengths", "128+0")
-    assert [load.rate for load in loads([1, 2], [(128, 32)], targets)] == [1, 2]
+    wanted = loads([1, 2.5], [(128, 32)], [(500, 30), (1000, 50)])
+    assert [(load.rate, load.ttft_ms, load.tpot_ms) for load in wanted] == [
+        (1, 500, 30),
+        (2.5, 500, 30),
+        (1, 1000, 50),
+        (2.5, 1000, 50),
+    ]
+    first, other = (drawn(load, 9, seed=3) for load in wanted[::2])
+    assert [(ask.arrival_s, ask.length) for ask in first] == [(ask.arrival_s, ask.length) for ask in other]
+    assert {(ask.ttft_ms, ask.tpot_ms) for ask in other} == {(1000, 50)}
+
+
+def test_pairs_and_amounts_read_as_they_are_written() -> None:
+    assert pairs("--lengths", "128+32,512+16", "+", "128+32") == [(128, 32), (512, 16)]
+    assert pairs("--targets", "500/30", "/", "500/30") == [(500, 30)] and amounts("--rates", "2, .5") == [0.5, 2.0]
+    for text in ("128+0", "128", "128/3", ""):
+        with pytest.raises(BadParameter, match="as 128"):
+            pairs("--lengths", text, "+", "128+32")
+    for text in ("0", "x", "1,,2", "-1"):
+        with pytest.raises(BadParameter, match="numbers above 0"):
+            amounts("--rates", text)
