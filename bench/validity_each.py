@@ -23,43 +23,54 @@ BOUND = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Firsts:
-    """The TTFT of each request of one run, in order of arrival, milliseconds: measured, and foreseen when it came."""
+    """The TTFT of each request of one run, in order of arrival, milliseconds: measured, and foreseen when it came, None
+    if nothing was traced.
+    """
 
     measured: Sequence[float]
-    foreseen: Sequence[float]
+    foreseen: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """At one rate, the errors of the predictions of `who`, as parts of what was measured: the median one, and p90."""
+    """At one rate, the errors of the predictions of `who`, as parts of what was measured: the median one, and p90; None
+    if there is not one for each request, which is a miss.
+    """
 
     rate: float
     who: str
-    median: float
-    p90: float
+    median: float | None
+    p90: float | None
 
     @property
     def holds(self) -> bool:
-        return self.p90 <= BOUND
+        return self.p90 is not None and self.p90 <= BOUND
 
 
-def read_foreseen(log: Path, count: int) -> list[float]:
-    """Milliseconds, by the number of the request, of the last `count` decisions in a log of the coordinator."""
-    traced = FORESEEN.findall(log.read_text(errors="replace"))
-    lines = sorted((int(number), 1e3 * float(seconds)) for number, seconds in traced)
-    return [ms for _, ms in lines[-count:]]
+def read_foreseen(log: Path, count: int) -> list[float | None]:
+    """Milliseconds, of the last `count` requests in a log of the coordinator, by their numbers: what was said when each
+    was decided on first. A request may move later, and is decided on again then.
+    """
+    first: dict[int, float] = {}
+    for number, seconds in FORESEEN.findall(log.read_text(errors="replace")):
+        first.setdefault(int(number), 1e3 * float(seconds))
+    last = max(first, default=count - 1)
+    return [first.get(number) for number in range(last - count + 1, last + 1)]
 
 
 def compare_each(rate: float, runs: Sequence[Firsts], simulated: Sequence[float]) -> list[Each]:
     """The simulator against the median of the runs, request by request; the coordinator against what came of it."""
     measured = np.median([run.measured for run in runs], axis=0)
-    foreseen = [_off(run.foreseen, run.measured) for run in runs if len(run.foreseen) == len(run.measured)]
-    errors = {"simulator": _off(simulated, measured), "coordinator": np.concatenate(foreseen) if foreseen else None}
-    return [
-        Each(rate, who, float(np.median(off)), float(np.percentile(off, 90)))
-        for who, off in errors.items()
-        if off is not None
-    ]
+    told = [(ms, came) for run in runs for ms, came in zip(run.foreseen, run.measured, strict=True) if ms is not None]
+    complete = len(told) == sum(len(run.measured) for run in runs)
+    foreseen = _off(*zip(*told, strict=True)) if complete else None
+    return [_each(rate, "simulator", _off(simulated, measured)), _each(rate, "coordinator", foreseen)]
+
+
+def _each(rate: float, who: str, off: Numbers | None) -> Each:
+    if off is None:
+        return Each(rate, who, None, None)
+    return Each(rate, who, float(np.median(off)), float(np.percentile(off, 90)))
 
 
 def _off(predicted: Sequence[float], measured: Sequence[float] | Numbers) -> Numbers:
@@ -72,5 +83,6 @@ def table(each: Sequence[Each]) -> Table:
     for name in ("requests/s", "predicted by", "median", "p90", "holds"):
         shown.add_column(name, justify="right")
     for one in each:
-        shown.add_row(f"{one.rate:g}", one.who, f"{one.median:.1%}", f"{one.p90:.1%}", "yes" if one.holds else "no")
+        errors = ("nothing for some" if off is None else f"{off:.1%}" for off in (one.median, one.p90))
+        shown.add_row(f"{one.rate:g}", one.who, *errors, "yes" if one.holds else "no")
     return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from cbdisagg_bench.load_asks import VOCAB, fill
 from cbdisagg_bench.load_client import Answer
 from cbdisagg_bench.load_report import summarise
 from cbdisagg_bench.validity import PARTS, _loads, compare, figures, predicted, validity
-from cbdisagg_bench.validity_each import Firsts, compare_each, read_foreseen
+from cbdisagg_bench.validity_each import Firsts, compare_each, read_foreseen, table
+from rich.console import Console
 
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.policy import Decision, Wanted, explain
@@ -50,12 +52,19 @@ def test_answers_of_one_token_have_no_tpot_to_compare(outputs: str, metrics: set
 
 
 def test_each_first_token_is_held_against_what_was_foreseen() -> None:
-    runs = [Firsts([100.0, 200.0], [110.0, 180.0]), Firsts([120.0, 200.0], [120.0, 200.0]), Firsts([100.0, 210.0], [])]
+    runs = [Firsts([100.0, 200.0], [110.0, 180.0]), Firsts([120.0, 200.0], [120.0, 200.0])]
+    runs += [Firsts([100.0, 210.0], [100.0, 210.0])]
     simulator, coordinator = compare_each(2.0, runs, [100.0, 250.0])
     assert (simulator.median, simulator.p90) == (pytest.approx(0.125), pytest.approx(0.225))
-    assert (coordinator.who, coordinator.median) == ("coordinator", pytest.approx(0.05)) and coordinator.holds
+    assert (coordinator.who, coordinator.median) == ("coordinator", pytest.approx(0.0)) and coordinator.holds
+    assert coordinator.p90 == pytest.approx(0.1)
     assert not simulator.holds
-    assert [one.who for one in compare_each(2.0, runs[2:], [1.0, 1.0])] == ["simulator"]  # nothing was traced
+    lacking = [runs[0], Firsts([120.0, 200.0], [120.0, None])]
+    _, coordinator = compare_each(2.0, lacking, [100.0, 250.0])
+    assert (coordinator.who, coordinator.p90, coordinator.holds) == ("coordinator", None, False)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table([coordinator]))
+    assert "nothing for some" in console.export_text()
 
 
 def test_what_the_coordinator_foresaw_is_read_from_its_trace(tmp_path: Path) -> None:
@@ -65,9 +74,13 @@ def test_what_the_coordinator_foresaw_is_read_from_its_trace(tmp_path: Path) -> 
     lines = [explain(decision, Wanted(10, 5, 1.0, 0.1)) for decision in decisions]
     log = "".join(f"10:00:00 coordinator: request 7.{n}: {line}\n" for n, line in ((9, lines[0]), (10, lines[1])))
     log = f"10:00:00 coordinator: request 7.2: {lines[2]}\nsomething else\n{log}"
+    log += f"10:00:01 coordinator: request 7.9: {lines[2]}\n"  # it moves: what was said at first counts
     file = tmp_path / "log"
     file.write_text(log)
     assert read_foreseen(file, 2) == [pytest.approx(250.0), pytest.approx(0.015)]
+    assert read_foreseen(file, 3) == [None, pytest.approx(250.0), pytest.approx(0.015)]  # of 7.8 nothing was said
+    file.write_text("nothing was traced\n")
+    assert read_foreseen(file, 2) == [None, None]
 
 
 def test_a_folder_is_no_profile(tmp_path: Path) -> None:
