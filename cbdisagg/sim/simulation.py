@@ -58,21 +58,25 @@ def simulate(
     concurrency: int = 0,
     faults: Sequence[Fault] = (),
     restart_s: float = 10.0,
+    settle_s: float = 0.0,
     observer: Observer | None = None,
     ended: Callable[[Record], None] | None = None,
 ) -> Outcome:
     """Until every request has ended.
 
     `concurrency`: so many clients ask one after the other, whatever `arrival_s` says; 0: requests come at their times.
-    `restart_s`: until a worker that was killed is back. `observer` sees every event of every core; `ended` is called at
-    each end of a request. Raises ConfigError if the pool is too small, Stuck if the requests do not come to an end.
+    `restart_s`: until a worker that was killed is back. `settle_s`: so long the service goes on after the last end, for
+    those who observe it. `observer` sees every event of every core; `ended` is called at each end of a request. Raises
+    ConfigError if the pool is too small, Stuck if the requests do not come to an end.
     """
     run = _Run(asks, concurrency, ended)
     service = Service(config, profile, layout, run.end, restart_s=restart_s, observer=observer)
     for fault in faults:
         service.clock.at(fault.at_s, service.strike, fault)
     run.through(service)
-    return _outcome(service)
+    outcome = _outcome(service)
+    service.clock.run(service.clock.now + settle_s)
+    return outcome
 
 
 class _Run:

@@ -27,6 +27,8 @@ from cbdisagg.sim.variants import changed, disaggregate
 from cbdisagg.sim.workload import Ask
 
 INSTANT = Layout(near_s=0.0, far_s=0.0)
+SETTLE_S = 60.0
+"""By then everybody has been started anew, and who was asked to leave has left, finished or not."""
 
 
 class Watcher:
@@ -35,6 +37,7 @@ class Watcher:
     def __init__(self, check: bool = False) -> None:
         self.digest = 0
         self.workers: dict[int, WorkerCore] = {}
+        self.living: dict[str, WorkerCore] = {}  # once all have been started anew: the last of each name
         self._check = check
 
     def __call__(self, process: Any, now: float, event: Any, effects: Any) -> None:
@@ -42,6 +45,9 @@ class Watcher:
         self.digest = zlib.crc32(seen, self.digest)
         if isinstance(process, Machine):
             self.workers[process.address.incarnation] = process.core
+            newest = self.living.get(process.address.name)
+            if newest is None or newest.peers.me.address.incarnation <= process.address.incarnation:
+                self.living[process.address.name] = process.core
             if self._check:
                 check_worker(process.core)
         elif self._check:
@@ -247,12 +253,15 @@ def test_equal_runs_of_many_workers_in_racks_give_equal_records() -> None:
 def test_whatever_is_struck_no_request_page_or_token_is_lost(faults: list[Fault], transfer: Any) -> None:
     asks, watcher = some(50), Watcher(check=True)
     service = config("prefill", "decode", "decode", pages=120)
-    outcome = simulate(service, costs(transfer=transfer), asks, faults=faults, restart_s=0.3, observer=watcher)
+    profile = costs(transfer=transfer)
+    outcome = simulate(service, profile, asks, faults=faults, restart_s=0.3, settle_s=SETTLE_S, observer=watcher)
     lost = [record for record in outcome.records if record.status != "done"]
     assert all(record.status == "rejected" and not record.tokens and "no worker" in record.message for record in lost)
     for record in outcome.records:
         assert record.status != "done" or record.tokens == record.ask.output_tokens
     assert all(core.reporter.page_leaks == 0 for core in watcher.workers.values())
+    for core in watcher.living.values():
+        assert not core.requests and not core.supply and core.pages.available() == core.pages.total
 
 
 def test_streams_of_a_dead_worker_go_on_elsewhere() -> None:
