@@ -38,9 +38,12 @@ class Tuning:
 def tuning(dim: int, itemsize: int, rows: int) -> Tuning:
     """What fits the shared memory of every target: two blocks of keys and values take 64 KiB at most.
 
-    And the registers: the sums of more than 16 rows in float32, spread over four warps, spilled up to 8.4 KB a thread.
+    And the registers: the sums of more than 16 rows in float32, spread over four warps, spilled up to 8.4 KB a thread,
+    and with 64 keys at once those of more than 32 rows still spill 144 bytes over eight.
     """
     keys = 64 if dim * itemsize <= 256 else 32 if dim * itemsize <= 512 else 16
+    if itemsize == 4 and rows > 32:
+        keys = min(keys, 32)
     return Tuning(keys, warps=8 if itemsize == 4 and rows > 16 else 4, stages=5)
 
 
