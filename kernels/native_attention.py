@@ -1,4 +1,4 @@
-"""`SelfAttention` by the C kernels of cpu/attention.c and cpu/rope_kv.c.
+"""`SelfAttention` by the C kernels of cpu/attention_items.h and cpu/rope_kv.c.
 
 Knows how a step is cut into tiles for them, and the struct that they read; the arithmetic is theirs.
 """

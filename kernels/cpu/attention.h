@@ -32,4 +32,8 @@ void write_part(void *attention, int part, struct team *team);
 /* After it, in all parts: fill `out`. */
 void attention_part(void *attention, int part, struct team *team);
 
+/* What it is in each dtype. */
+void attention_bf16(const struct attention *attention, int part, struct team *team);
+void attention_float(const struct attention *attention, int part, struct team *team);
+
 #endif

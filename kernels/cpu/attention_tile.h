@@ -1,4 +1,4 @@
-/* What attention.c is made of: where a block of keys lies, how it is packed, and the products with it.
+/* What attention_items.h is made of: where a block of keys lies, how it is packed, and the products with it.
  *
  * Layouts and the order of all sums are told there.
  */

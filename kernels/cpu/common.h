@@ -15,10 +15,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define CBD_AVX512 1 /* with bw, dq, vl, bf16 and vnni */
-#include <immintrin.h>
 #elif defined(__AVX2__) && defined(__FMA__)
 #define CBD_AVX2 1
-#include <immintrin.h>
 #else
 #define CBD_PORTABLE 1
 #endif

@@ -6,6 +6,7 @@
 #define CBD_GEMM_VECTOR_H
 
 #include "gemm.h"
+#include "simd.h"
 
 #if defined(CBD_AVX512)
 enum { LANES = 16, CELLS = 2, ROWS = 12, INT8_ROWS = 6 };

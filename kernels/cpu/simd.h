@@ -8,7 +8,9 @@
 
 #include "common.h"
 
-#if defined(__ARM_NEON)
+#if CBD_AVX512 || CBD_AVX2
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
 
