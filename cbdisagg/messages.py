@@ -427,7 +427,7 @@ COARSE = Costs(0.002, 0.0, ((1, 0.012), (8, 0.016), (512, 0.4)), 0.0, 2e-7, 0.00
 class WorkerInfo(Struct, frozen=True, array_like=True):
     """What a worker says of itself. Workers whose fingerprints differ are never paired.
 
-    `costs`: what its steps are predicted to cost until some have been measured.
+    `costs`: what its steps are predicted to cost until some have been measured. `operators`: the name of what computes.
     """
 
     address: Address
@@ -439,6 +439,7 @@ class WorkerInfo(Struct, frozen=True, array_like=True):
     max_batch: int
     max_len: int
     costs: Costs = COARSE
+    operators: str = ""
 
 
 class Hello(Struct, frozen=True, tag=True):

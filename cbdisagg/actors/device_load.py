@@ -39,6 +39,7 @@ class OnDevice:
     copier: Copier
     fingerprint: str
     max_len: int
+    operators: str
 
 
 def load_on_device(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> OnDevice:
@@ -93,7 +94,7 @@ def _load(start: Start, config: Config, me: Address, progress: Callable[[str, fl
             f"beside {kv / 2**30:.1f} GiB of KV cache and what others have there: lower workers.N.memory_fraction, "
             "kv.memory_mb or kv.pages, scheduler.token_budget or scheduler.max_batch, or serve a smaller model"
         ) from error
-    return OnDevice(runner, pool, copier, model.fingerprint, max_len)
+    return OnDevice(runner, pool, copier, model.fingerprint, max_len, model.operators)
 
 
 def memory_at(device: torch.device, address: int, nbytes: int) -> torch.Tensor:

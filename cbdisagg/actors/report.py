@@ -94,9 +94,11 @@ def context_line(kv: Kv, wanted: int, max_len: int, model_context: int, gpus: bo
     return f"{line} (the model could {model_context:,}; {pool} holds no more)"
 
 
-def numbers_line(model: Model) -> str:
+def numbers_line(model: Model, operators: Iterable[str]) -> str:
+    """`operators`: those of all workers, as kernels/ops.py names them."""
     weights = "" if model.weights == "same" else f", weights in {model.weights}"
-    return f"Numbers: {model.dtype}{weights}"
+    by = " and ".join(sorted(filter(None, operators)))
+    return f"Numbers: {model.dtype}{weights}" + (f", by {by}" if by else "")
 
 
 def cores_line(cores: Cores) -> str:

@@ -147,7 +147,7 @@ class OperatorView:
                 model_context(self._model),
                 on_gpus(self._config),
             ),
-            numbers_line(self._config.model),
+            numbers_line(self._config.model, {info.operators for info in supervisor.members.workers}),
             cores_line(self._cores),
             processes,
             supervisor.members.pairs,

@@ -65,7 +65,8 @@ READ_S = 0.25
 class Loaded:
     """What loading gives. `fingerprint` names all that must be equal for pages to mean the same elsewhere.
 
-    `costs`: what steps are thought to cost before one has been run. `copier`: see `make_transfer`.
+    `costs`: what steps are thought to cost before one has been run. `copier`: see `make_transfer`. `operators`: what
+    computes, for the one who started it all.
     """
 
     runner: Runner
@@ -74,6 +75,7 @@ class Loaded:
     max_len: int
     costs: Costs = COARSE
     copier: Copier | None = None
+    operators: str = ""
 
 
 Loader: TypeAlias = Callable[[Start, Config, Address, Callable[[str, float], None]], Loaded]
@@ -89,7 +91,7 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     if start.device != "cpu":
         there = load_on_device(start, config, me, progress)
         fingerprint = _fingerprint(there.fingerprint, config)
-        return Loaded(there.runner, there.pool, fingerprint, there.max_len, costs, there.copier)
+        return Loaded(there.runner, there.pool, fingerprint, there.max_len, costs, there.copier, there.operators)
     folder, dtype, weights = Path(start.model), config.model.dtype, config.model.weights
     page_size, cache = config.kv.page_size, cache_folder()
     model = describe(folder, dtype, weights, cache)
@@ -98,7 +100,8 @@ def load(start: Start, config: Config, me: Address, progress: Callable[[str, flo
     pool = create_pool(me, model.layers, pages, page_bytes)
     progress("loading weights", 0.2)
     runner = build_runner(folder, dtype, pool.pages, page_size, max_len, start.threads, weights=weights, cache=cache)
-    return Loaded(runner, pool, _fingerprint(model.fingerprint, config), max_len, costs)
+    fingerprint = _fingerprint(model.fingerprint, config)
+    return Loaded(runner, pool, fingerprint, max_len, costs, operators=model.operators)
 
 
 def _fingerprint(model: str, config: Config) -> str:
@@ -211,6 +214,7 @@ class Worker:
             config.scheduler.max_batch,
             loaded.max_len,
             loaded.costs,
+            loaded.operators,
         )
         core = WorkerCore(info, config, plans_ahead=int(on_gpus(config)))
         self._shell = Shell(

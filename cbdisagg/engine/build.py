@@ -45,7 +45,7 @@ class ModelInfo:
     """A model as its worker needs to know it before the pool exists.
 
     `context`: tokens that it can see at most, prompt + output. `fingerprint`: of the weights, the dtype, the pool's
-    layout and the operators; workers that differ are never paired.
+    layout and the operators; workers that differ are never paired. `operators`: their name, as in `Ops`.
     """
 
     family: str
@@ -56,6 +56,7 @@ class ModelInfo:
     vocab: int
     context: int
     fingerprint: str
+    operators: str
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens in one layer."""
@@ -71,6 +72,7 @@ def describe(
     """
     spec = read_spec(folder, cache)
     files = weight_files(folder)
+    operators = _ops(dtype, weights, device).name
     return ModelInfo(
         family=spec.family,
         dtype=dtype,
@@ -79,7 +81,8 @@ def describe(
         head_dim=spec.head_dim,
         vocab=spec.vocab,
         context=min(spec.context, spec.window or spec.context),
-        fingerprint=f"{_sampled(folder, files)} {dtype} {_ops(dtype, weights, device).name} {LAYOUT}",
+        fingerprint=f"{_sampled(folder, files)} {dtype} {operators} {LAYOUT}",
+        operators=operators,
     )
 
 

@@ -141,8 +141,12 @@ def test_mask_and_quota_meet(monkeypatch: pytest.MonkeyPatch, mask: set[int], qu
 
 
 def test_lines_on_numbers_and_cores() -> None:
-    assert numbers_line(Model()) == "Numbers: bfloat16"
-    assert numbers_line(Model(dtype="float32", weights="int8")) == "Numbers: float32, weights in int8"
+    assert numbers_line(Model(), [""]) == "Numbers: bfloat16"
+    assert (
+        numbers_line(Model(), {"torch-onednn", "native-avx2"}) == "Numbers: bfloat16, by native-avx2 and torch-onednn"
+    )
+    model = Model(dtype="float32", weights="int8")
+    assert numbers_line(model, ["native-avx512-int8"]) == "Numbers: float32, weights in int8, by native-avx512-int8"
     assert cores_line(Cores((0, 1), 2)) == "Cores: 2"
     assert cores_line(Cores(tuple(range(64)), 2)) == "Cores: 2 of 64, as the CPU quota of this container allows"
 

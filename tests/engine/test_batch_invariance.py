@@ -21,9 +21,8 @@ from cbdisagg.engine.build import build_runner, describe
 from cbdisagg.messages import Sampling
 
 PAGE = 8
-BF16 = pytest.mark.skipif(
-    not has_packed_form(torch.device("cpu"), torch.bfloat16), reason="oneDNN has no bfloat16 products on this CPU"
-)
+ONEDNN_HAS_BF16 = has_packed_form(torch.device("cpu"), torch.bfloat16)
+BF16 = pytest.mark.skipif(not ONEDNN_HAS_BF16, reason="oneDNN has no bfloat16 products on this CPU")
 
 
 @BF16
@@ -66,7 +65,6 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@BF16
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "weights"), [("bfloat16", "same"), ("bfloat16", "int8"), ("float32", "same"), ("float32", "int8")]
@@ -76,6 +74,8 @@ def test_company_and_cuts_change_no_bit(
 ) -> None:
     if path == "torch" and (dtype == "float32" or weights == "int8"):
         pytest.skip("oneDNN's float32 sums depend on the number of rows, and torch has no int8 here")
+    if path == "torch" and not ONEDNN_HAS_BF16:
+        pytest.skip("oneDNN has no bfloat16 products on this CPU")
     info = describe(wide_model, dtype, weights)
     memory = np.zeros((info.layers, 400, info.page_bytes(PAGE)), np.uint8)
     runner = build_runner(wide_model, dtype, memory, PAGE, 256, threads, weights=weights)
