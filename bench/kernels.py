@@ -1,8 +1,10 @@
-"""How fast matrix products are, and how close to what the machine can do: `cbdisagg bench kernels`.
+"""How fast the kernels are, and how close to what the machine can do: `cbdisagg bench kernels`.
+
+Matrix products are here, all others in kernels_others.py.
 
 Each figure is a median over rounds, and in each round everything that is compared runs once, in turn: the C kernels,
-the torch path, and the machine's limits, which are a read of memory and products on registers alone. So a neighbour on
-the machine slows down all of them. Weights are as cold as in a model: copies in turn, more than a cache holds.
+the torch path, and the machine's limits (limits.py). So a neighbour on the machine slows down all of them. Weights are
+as cold as in a model: copies in turn, more than a cache holds.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ import json
 import os
 import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from ctypes import c_int32, c_int64, c_void_p
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import torch
 import typer
+from cbdisagg_bench.kernels_others import OtherRow, measure_others, others_table
+from cbdisagg_bench.limits import COLD_BYTES, KINDS, Limits, seconds
+from cbdisagg_bench.machine import machine_name
 from cbdisagg_bench.options import at_least, chosen, numbers
 from cbdisagg_kernels.linear import Linear, PackedLinear, PlainLinear, has_packed_form
 from cbdisagg_kernels.native import Native, native
-from cbdisagg_kernels.native_linear import BFLOAT16, FLOAT32, INT8, NativeLinear, Packer, huge_memory
+from cbdisagg_kernels.native_linear import NativeLinear, Packer
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -30,14 +33,9 @@ from rich.table import Table
 
 SHAPES = {"qkv": (960, 576), "out": (576, 576), "up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 """[out, in] of SmolLM2-135M's products."""
-KINDS = {"bfloat16": BFLOAT16, "int8": INT8, "float32": FLOAT32}
-COLD_BYTES = 128 << 20
-"""Copies of a weight together, at least: four times the largest cache of a small machine."""
+PARTS = ("products", "others")
 ROUND_OPERATIONS = 4e9
 """Arithmetic of one round at most, unless one product is more: then fewer copies are used, which many rows hide."""
-READ_BYTES = 64 << 20
-MULTIPLY_ROUNDS = 10_000
-"""Of a first look at the peak. Samples take as long as the products beside them, to be disturbed as often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +57,20 @@ class Row:
 
 def kernels(
     kinds: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8, float32.")] = "bfloat16,int8",
-    shapes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(SHAPES)}.")] = ",".join(SHAPES),
-    rows: Annotated[str, typer.Option(help="Comma-separated numbers of rows.")] = "1,8,16,32,64,512",
+    shapes: Annotated[str, typer.Option(help=f"Products, comma-separated: {', '.join(SHAPES)}.")] = ",".join(SHAPES),
+    rows: Annotated[str, typer.Option(help="Comma-separated numbers of rows, of products.")] = "1,8,16,32,64,512",
     threads: Annotated[
         int, typer.Option(callback=at_least(0), help="Threads of each product; 0: one per core it may use.")
     ] = 0,
     repeat: Annotated[int, typer.Option(callback=at_least(2), help="Rounds for each figure.")] = 11,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    only: Annotated[str, typer.Option(help="products, or others: attention, RoPE, norm, activation, drawing.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Time the matrix products of SmolLM2-135M: the C kernels against the torch path and the machine's limits.
+    """Time the C kernels at SmolLM2-135M's sizes against their torch forms and the machine's limits.
 
-    Example: cbdisagg bench kernels --kinds int8 --rows 1,512 --threads 1
+    Example: cbdisagg bench kernels --only products --kinds int8 --rows 1,512 --threads 1
     """
+    wanted = chosen("--only", [only] if only else PARTS, PARTS)
     names = chosen("--kinds", [name.strip() for name in kinds.split(",")], KINDS)
     parts = chosen("--shapes", [name.strip() for name in shapes.split(",")], SHAPES)
     counts = numbers("--rows", rows)
@@ -80,16 +80,25 @@ def kernels(
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    results = []
+    products, others = list[Row](), list[OtherRow]()
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("products", total=len(names) * len(parts) * len(counts))
-        for row in measure(library, names, parts, counts, threads, repeat):
-            results.append(row)
-            progress.update(task, advance=1, description=f"{row.kind} {row.name} x {row.rows}")
+        if "products" in wanted:
+            task = progress.add_task("products", total=len(names) * len(parts) * len(counts))
+            for row in measure(library, names, parts, counts, threads, repeat):
+                products.append(row)
+                progress.update(task, advance=1, description=f"{row.kind} {row.name} x {row.rows}")
+        if "others" in wanted:
+            task = progress.add_task("others", total=None)
+            for other in measure_others(library, names, threads, repeat):
+                others.append(other)
+                progress.update(task, description=f"{other.kind} {other.kernel}, {other.size}")
     if as_json:
-        print(json.dumps(_report(results, library, threads), indent=1))
-    else:
-        Console().print(_table(results, library, threads))
+        print(json.dumps(_report(products, others, library, threads), indent=1))
+        return
+    if products:
+        Console().print(_table(products, library, threads))
+    if others:
+        Console().print(others_table(others, f"{library.name}, {threads} threads"))
 
 
 def measure(
@@ -101,32 +110,6 @@ def measure(
             product = Pair(library, kind, *SHAPES[name])
             for rows in counts:
                 yield product.measure(name, rows, limits, repeat)
-
-
-class Limits:
-    """The machine's reads and products, one sample at a time."""
-
-    def __init__(self, library: Native, threads: int) -> None:
-        self.read, self.multiply, self.threads = library.functions.cbd_read, library.functions.cbd_multiply, threads
-        self.read.argtypes, self.read.restype = [c_void_p, c_int64, c_int32], c_int64
-        self.multiply.argtypes, self.multiply.restype = [c_int32, c_int64, c_int32], c_int64
-        self.memory = huge_memory(4 * READ_BYTES).fill_(1)
-        self.turn = 0
-        self.rounds_per_s = {number: self._multiply(number, MULTIPLY_ROUNDS) for number in KINDS.values()}
-
-    def bytes_per_s(self) -> float:
-        """Reads a part of the memory that has not been read for a while."""
-        self.turn = (self.turn + 1) % 4
-        address = self.memory.data_ptr() + self.turn * READ_BYTES
-        return READ_BYTES / _seconds(lambda: self.read(address, READ_BYTES // 64, self.threads))
-
-    def operations_per_s(self, number: int, for_about_s: float = 0.01) -> float:
-        rounds = max(MULTIPLY_ROUNDS, int(self.rounds_per_s[number] * for_about_s))
-        return self._multiply(number, rounds) * self.threads * self.multiply(number, 0, 1)
-
-    def _multiply(self, number: int, rounds: int) -> float:
-        """Rounds per second of each thread."""
-        return rounds / _seconds(lambda: self.multiply(number, rounds, self.threads))
 
 
 class Pair:
@@ -150,11 +133,11 @@ class Pair:
         copies = max(1, min(len(self.native), int(ROUND_OPERATIONS / operations)))
         mine, theirs, reads, products = [], [], [], []
         for _ in range(1 + repeat):
-            mine.append(_seconds(lambda: [linear(x) for linear in self.native[:copies]]) / copies)
+            mine.append(seconds(lambda: [linear(x) for linear in self.native[:copies]]) / copies)
             reads.append(limits.bytes_per_s())
-            theirs.append(_seconds(lambda: [linear(x) for linear in self.torch[:copies]]) / copies)
+            theirs.append(seconds(lambda: [linear(x) for linear in self.torch[:copies]]) / copies)
             products.append(limits.operations_per_s(KINDS[self.kind], mine[-1] * copies))
-        seconds, torch_s, read, multiply = (statistics.median(each[1:]) for each in (mine, theirs, reads, products))
+        native_s, torch_s, read, multiply = (statistics.median(each[1:]) for each in (mine, theirs, reads, products))
         nbytes = self.native[0].nbytes
         return Row(
             kind=self.kind,
@@ -162,29 +145,24 @@ class Pair:
             columns=self.columns,
             inputs=self.inputs,
             rows=rows,
-            native_us=1e6 * seconds,
+            native_us=1e6 * native_s,
             torch_us=1e6 * torch_s,
-            gb_per_s=nbytes / seconds / 1e9,
-            dram=nbytes / seconds / read,
-            gop_per_s=operations / seconds / 1e9,
-            peak=operations / seconds / multiply,
+            gb_per_s=nbytes / native_s / 1e9,
+            dram=nbytes / native_s / read,
+            gop_per_s=operations / native_s / 1e9,
+            peak=operations / native_s / multiply,
         )
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
-
-
-def _report(rows: list[Row], library: Native, threads: int) -> dict[str, object]:
+def _report(rows: list[Row], others: list[OtherRow], library: Native, threads: int) -> dict[str, object]:
     return {
         "command": "kernels",
         "kernels": library.name,
         "threads": threads,
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "machine": machine_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": [asdict(row) for row in rows],
+        "others": [asdict(row) for row in others],
     }
 
 

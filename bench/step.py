@@ -24,7 +24,8 @@ from typing import Annotated, Protocol
 import numpy as np
 import torch
 import typer
-from cbdisagg_bench import kernels
+from cbdisagg_bench import limits as native_limits
+from cbdisagg_bench.machine import machine_name
 from cbdisagg_bench.options import at_least, chosen, numbers
 from cbdisagg_kernels.native import native
 from cbdisagg_kernels.native_linear import BFLOAT16, FLOAT32, INT8
@@ -35,12 +36,14 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import LlamaConfig
 
+from cbdisagg.config import Model
 from cbdisagg.engine.build import build_runner, describe
 from cbdisagg.engine.families import Spec, spec_of, weights_of
 from cbdisagg.engine.kv import KvShape, pool_tensor
 from cbdisagg.engine.model import Decoder, make_linears
 from cbdisagg.engine.runner import TorchRunner
 from cbdisagg.messages import Admit, Push, Sampling, Slice, StepPlan, pack
+from cbdisagg.prepare import prepare_model
 
 PAGE_SIZE = 16
 PREFILL = 512
@@ -125,8 +128,8 @@ class Limits(Protocol):
 
 def step(
     model: Annotated[
-        Path | None, typer.Option(exists=True, help="Model folder. Without one: random weights, SmolLM2-135M's shape.")
-    ] = None,
+        str, typer.Option(help="Model folder, .gguf file or hub id. Without one: random weights, SmolLM2-135M's shape.")
+    ] = "",
     threads: Annotated[
         int, typer.Option(callback=at_least(0), help="Threads of each operator; 0: one per core it may use.")
     ] = 0,
@@ -154,9 +157,11 @@ def step(
     ways = chosen("--paths", [name.strip() for name in (paths or usable[0]).split(",")], usable)
     if "int8" in names and ways != ["native"]:
         raise typer.BadParameter("int8 has native kernels only", param_hint="'--dtypes'")
-    sizes = numbers("--batches", batches)
-    cases = [(context, batch) for context in numbers("--contexts", contexts) for batch in sizes]
+    sizes, lengths = numbers("--batches", batches), numbers("--contexts", contexts)
+    cases = [(context, batch) for context in lengths for batch in sizes]
     tokens = max(PREFILL, *(batch * (context + WARM_UP + repeat) for context, batch in cases))
+    folder = _folder(model)
+    _check_contexts(lengths, repeat, smollm2_spec().context if folder is None else describe(folder, "float32").context)
     threads = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     drawn = Sampling(max_tokens=1 << 20, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -166,7 +171,7 @@ def step(
         task = progress.add_task("steps", total=len(names) * len(ways) * (len(cases) + 1))
         for name in names:
             progress.update(task, description=f"{name}: loading")
-            benches = [Bench(model, path, name, threads, tokens, seed, drawn) for path in ways]
+            benches = [Bench(folder, path, name, threads, tokens, seed, drawn) for path in ways]
             for row in measure(benches, cases, limits, repeat):
                 rows.append(with_goal(row, threads))
                 progress.update(task, advance=1, description=f"{name}: {row.phase}")
@@ -216,9 +221,9 @@ class Bench:
 
     def decode(self, context: int, batch: int, repeat: int) -> Iterator[float]:
         """Seconds of steps of `batch` sequences that each have `context` tokens at the middle one."""
-        first = max(1, context - repeat // 2 - WARM_UP)
-        self._admit(batch, first, first + WARM_UP + repeat)
-        for length in range(first, first + WARM_UP + repeat):
+        lengths = lengths_about(context, repeat)
+        self._admit(batch, lengths[0], lengths[-1] + 1)
+        for length in lengths:
             yield self._run(slices=tuple(Slice(n, length - 1, 1, 1) for n in range(batch)))
         self._run(release=tuple(range(batch)))
 
@@ -245,6 +250,12 @@ class Bench:
         started = time.perf_counter()
         self.runner.run(StepPlan(self.plans, release, admit, (), slices), _no_push)
         return time.perf_counter() - started
+
+
+def lengths_about(context: int, repeat: int) -> range:
+    """Tokens that a sequence has at each step, those of the warm-up first; `context` at the middle of the others."""
+    first = max(1, context - repeat // 2 - WARM_UP)
+    return range(first, first + WARM_UP + repeat)
 
 
 def measure(benches: list[Bench], cases: list[tuple[int, int]], limits: Limits, repeat: int) -> Iterator[Row]:
@@ -313,7 +324,7 @@ def with_goal(row: Row, threads: int) -> Row:
 
 def machine(threads: int) -> Limits:
     library = native()
-    return TorchLimits() if library is None else kernels.Limits(library, threads)
+    return TorchLimits() if library is None else native_limits.Limits(library, threads)
 
 
 class TorchLimits:
@@ -339,6 +350,22 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------- model
+
+
+def _folder(model: str) -> Path | None:
+    """Where the model lies; one with a hub id is fetched, a GGUF file converted."""
+    if not model or Path(model).is_dir():
+        return Path(model) if model else None
+    return prepare_model(Model(path=model) if Path(model).exists() else Model(name=model), lambda stage, fraction: None)
+
+
+def _check_contexts(contexts: list[int], repeat: int, most: int) -> None:
+    """`most`: tokens that the model can see. Raises typer.BadParameter."""
+    for context in contexts:
+        longest = lengths_about(context, repeat)[-1]
+        if longest > most:
+            told = f"{context}: at the last step {longest} tokens, and the model sees {most}"
+            raise typer.BadParameter(told, param_hint="'--contexts'")
 
 
 def _runner(model: Path | None, dtype: str, ops: Ops, threads: int, pages: int, tokens: int) -> TorchRunner:
@@ -406,16 +433,16 @@ def _no_push(layer: int, push: Push) -> None:
     raise AssertionError("no slice of the bench pushes")
 
 
-def _report(rows: list[Row], threads: int, seed: int, model: Path | None, drawn: Sampling) -> dict[str, object]:
+def _report(rows: list[Row], threads: int, seed: int, model: str, drawn: Sampling) -> dict[str, object]:
     library = native()
     return {
         "command": "step",
-        "model": str(model) if model else "SmolLM2-135M's shape, random weights",
+        "model": model or "SmolLM2-135M's shape, random weights",
         "seed": seed,
         "threads": threads,
         "draw": {"temperature": drawn.temperature, "top_k": drawn.top_k, "top_p": drawn.top_p},
         "native": library.name if library else None,
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "machine": machine_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": [asdict(row) for row in rows],
     }

@@ -35,6 +35,7 @@ def command_line(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> i
         ("step --contexts -1", "from 1 up"),
         ("step --dtypes float64", "bfloat16, float32"),
         ("step --repeat 1", "from 2 up"),
+        ("step --repeat 4 --contexts 8192", "at the last step 8193 tokens, and the model sees 8192"),
         ("handover --repeat 0", "from 2 up"),
         ("handover --repeat 1", "from 2 up"),
         ("handover --dtype foo", "bfloat16, float32"),

@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_json(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
     paths = "native,torch" if native() else "torch"
-    step(llama.folder, 1, paths, dtypes="float32", batches="1,3", contexts="24", repeat=4, as_json=True)
+    step(str(llama.folder), 1, paths, dtypes="float32", batches="1,3", contexts="24", repeat=4, as_json=True)
     rows = json.loads(capsys.readouterr().out)["rows"]
     cases = [("decode", 1), ("decode", 3), ("prefill", 1)]
     expected = [(phase, path, batch) for phase, batch in cases for path in paths.split(",")]
@@ -43,16 +43,16 @@ def test_json(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_case_smaller_than_the_prefill(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    step(llama.folder, 1, "", dtypes="float32", batches="1", contexts="8", repeat=2, as_json=True)
+    step(str(llama.folder), 1, "", dtypes="float32", batches="1", contexts="8", repeat=2, as_json=True)
     assert [row["phase"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["decode", "prefill"]
 
 
 @pytest.mark.skipif(native() is None, reason="no native kernels here")
 def test_int8_is_native(llama: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    step(llama.folder, 1, "native", dtypes="int8", batches="2", contexts="8", repeat=2, as_json=True)
+    step(str(llama.folder), 1, "native", dtypes="int8", batches="2", contexts="8", repeat=2, as_json=True)
     assert {row["dtype"] for row in json.loads(capsys.readouterr().out)["rows"]} == {"int8"}
     with pytest.raises(typer.BadParameter, match="native"):
-        step(llama.folder, 1, "torch", dtypes="int8", batches="2", contexts="8", repeat=2)
+        step(str(llama.folder), 1, "torch", dtypes="int8", batches="2", contexts="8", repeat=2)
 
 
 def test_tokens_are_drawn_as_asked(llama: Any, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -60,7 +60,7 @@ def test_tokens_are_drawn_as_asked(llama: Any, capsys: pytest.CaptureFixture[str
     admit = module.Admit
     monkeypatch.setattr(module, "Admit", lambda *fields: drawn.append(fields[-1]) or admit(*fields))
     how = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
-    step(llama.folder, 1, "", "float32", batches="2", contexts="8", repeat=2, as_json=True, **how)
+    step(str(llama.folder), 1, "", "float32", batches="2", contexts="8", repeat=2, as_json=True, **how)
     assert json.loads(capsys.readouterr().out)["draw"] == how
     assert {(each.temperature, each.top_k, each.top_p) for each in drawn} == {tuple(how.values())}
 
