@@ -96,7 +96,7 @@ async def ask_all(
 ) -> list[Answer]:
     """All answers, in the order of the requests. Latencies count from the intended arrival."""
     begin = time.perf_counter() + 0.01
-    client = Client(url, SERVED, begin)
+    client = Client(url, SERVED, begin, timed=True)
 
     async def one(request: Request, arrival: float) -> Answer:
         await asyncio.sleep(max(0.0, arrival - (time.perf_counter() - begin)))

@@ -23,6 +23,7 @@ from cbdisagg_bench.batching_tables import (
     tail_rows,
     throughput_rows,
 )
+from cbdisagg_bench.machine import processor
 
 from cbdisagg.core.profile import Profile
 
@@ -79,12 +80,3 @@ def _without_folder(command: Sequence[str]) -> list[str]:
     if "--out" in words:
         del words[words.index("--out") : words.index("--out") + 2]
     return [Path(word).name if Path(word).is_absolute() else word for word in words if not word.startswith("--out=")]
-
-
-def processor() -> str:
-    """The processor's name, where Linux tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = (
-        [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")] if cpuinfo.exists() else []
-    )
-    return names[0].partition(":")[2].strip() if names else platform.machine()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from cbdisagg_bench.batching_outcome import processor
 from cbdisagg_bench.batching_scales import Scale
 from cbdisagg_bench.batching_systems import ALONE
+from cbdisagg_bench.machine import processor
 from cbdisagg_bench.profile_fit import fit_steps
 from cbdisagg_bench.profile_steps import Case, Stepper, decode, prefill
 from msgspec.structs import replace

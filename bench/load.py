@@ -8,7 +8,6 @@ that cannot. load_asks.py makes the requests, load_client.py sends them, load_re
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +20,8 @@ from cbdisagg_bench.load_asks import VOCAB, Ask, fill
 from cbdisagg_bench.load_client import Answer, run
 from cbdisagg_bench.load_report import Aims, Report, heading, summarise_all, table
 from cbdisagg_bench.load_servers import Server, check_lengths, find, named
-from cbdisagg_bench.options import at_least, check_picture, check_place
+from cbdisagg_bench.machine import machine_name
+from cbdisagg_bench.options import at_least, check_picture, check_place, refuse_unused
 from rich.console import Console
 from rich.progress import Progress
 
@@ -32,6 +32,7 @@ from cbdisagg.sim.traces import read_requests
 
 REQUESTS = 64
 CONCURRENCY = 16
+PROMPTS, OUTPUTS = "128", "exponential:32:128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Runs:
 
 
 def load(
+    context: typer.Context,
     urls: Annotated[list[str], typer.Argument(metavar="[NAME=]URL...", help="Base addresses of the servers.")],
     requests: Annotated[
         int | None, typer.Option(callback=at_least(1), help="How many; of a file, the first. Default: 64, or the file.")
@@ -79,8 +81,10 @@ def load(
     file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Requests as JSON lines; Azure, Mooncake traces.")
     ] = None,
-    prompt_tokens: Annotated[str, typer.Option(help="128, uniform:128, exponential:128:512 (mean, most).")] = "128",
-    output_tokens: Annotated[str, typer.Option(help="As prompts.")] = "exponential:32:128",
+    prompt_tokens: Annotated[
+        str, typer.Option(help="128, uniform:128, exponential:128:512 or lognormal:128:512 (mean, most).")
+    ] = PROMPTS,
+    output_tokens: Annotated[str, typer.Option(help="As prompts.")] = OUTPUTS,
     text: Annotated[bool, typer.Option("--text", help="Prompts of words instead of token ids.")] = False,
     vocab: Annotated[int, typer.Option(callback=at_least(1), help="Token ids are drawn below this.")] = VOCAB,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
@@ -93,7 +97,9 @@ def load(
     seed: Annotated[int, typer.Option(callback=at_least(0), help="Of prompts, lengths and arrivals.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON, with each request's times, to a file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw to a .png, .svg or .pdf; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the last round to a .png, .svg or .pdf; needs matplotlib.")
+    ] = None,
 ) -> None:
     """Put load on one server, or on several in turn, and time the answers.
 
@@ -101,7 +107,13 @@ def load(
     """
     check_place(out, "--out")
     check_picture(plot, (".png", ".svg", ".pdf"))
+    refuse_unused(context, {"burst": "" if rate else "without --rate"})
+    refuse_unused(context, dict.fromkeys(("prompt_tokens", "output_tokens"), "with --file" if file else ""))
     wanted = _requests(file, requests, rate, burst, prompt_tokens, output_tokens, seed)
+    if all(ask.prompt or ask.prompt_ids for ask in wanted):
+        refuse_unused(context, dict.fromkeys(("text", "vocab"), "on a file with the prompts themselves"))
+    if warm_up > len(wanted):
+        raise typer.BadParameter(f"{warm_up} of {len(wanted)} requests", param_hint="'--warm-up'")
     # New prompts in each round, or caches would answer; the last ones warm up.
     asks, *others = (fill(wanted, vocab, seed + n, as_text=text) for n in range(rounds + 1))
     aims = Aims(ttft_ms, tpot_ms)
@@ -111,7 +123,22 @@ def load(
     turns = Turns(places, warm_up, ignore_eos, api_key)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         runs = uvloop.run(_take_turns(servers, [asks, *others], turns, progress))
-    setting = {"concurrency": places, "rate": rate, "seed": seed, "rounds": rounds, "machine": platform.processor()}
+    setting: dict[str, object] = {
+        "command": "serve",
+        "file": str(file) if file else None,
+        "prompt_lengths": None if file else prompt_tokens,
+        "output_lengths": None if file else output_tokens,
+        "text": text,
+        "ignore_eos": ignore_eos,
+        "targets_ms": {"ttft": ttft_ms, "tpot": tpot_ms},
+        "concurrency": places,
+        "rate": rate,
+        "burst": burst,
+        "warm_up": warm_up,
+        "seed": seed,
+        "rounds": rounds,
+        "machine": machine_name(),
+    }
     if out is not None:
         out.write_text(json.dumps(_told(servers, runs, aims, setting, each=True)), encoding="utf-8")
     if plot is not None:

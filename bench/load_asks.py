@@ -32,7 +32,7 @@ SHARED, OWN = 0, 1
 class Ask:
     """One request: seconds after the start at which it arrives, its prompt as ids or text, the tokens wanted.
 
-    0 as its arrival: as soon as there is a place for it. Targets in milliseconds, 0 for none of its own.
+    If all arrive at 0, each does as soon as there is a place for it. Targets in milliseconds, 0 for none of its own.
     """
 
     arrival_s: float

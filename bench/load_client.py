@@ -1,8 +1,10 @@
 """The client of a load: sends requests over HTTP when they are due, and notes when their tokens come.
 
 Knows connections and clocks; neither where requests come from nor what is made of the times. A request's latencies
-count from its intended arrival: that it was sent late, for want of a place or of time, is part of them. Life cycle of
-a request: due -> (a place is free) -> sent -> its tokens -> an `Answer`, whatever has happened.
+count from its intended arrival: that it was sent late, for want of a place or of time, is part of them. Where none
+has an arrival, as places get free, they count from when it is sent.
+
+Life cycle of a request: due -> (a place is free) -> sent -> its tokens -> an `Answer`, whatever has happened.
 """
 
 from __future__ import annotations
@@ -48,16 +50,21 @@ class Answer:
 
 
 class Client:
-    """`begin`: when times start, on `time.perf_counter`. `ignore_eos`: answers must be as long as asked for."""
+    """`begin`: when times start, on `time.perf_counter`. `ignore_eos`: answers must be as long as asked for.
 
-    def __init__(self, url: str, model: str, begin: float, *, ignore_eos: bool = True, api_key: str = "") -> None:
+    `timed`: requests arrive at their `arrival_s`, be it 0; otherwise when they are sent.
+    """
+
+    def __init__(
+        self, url: str, model: str, begin: float, *, timed: bool = False, ignore_eos: bool = True, api_key: str = ""
+    ) -> None:
         self._url, self._model = f"{url}/v1/completions", model
-        self._begin, self._ignore_eos = begin, ignore_eos
+        self._begin, self._timed, self._ignore_eos = begin, timed, ignore_eos
         self._headers = {"Content-Type": "application/json"} | bearer(api_key)
 
     async def ask(self, ask: Ask) -> Answer:
         now = self._clock()
-        answer = Answer(ask, arrived=ask.arrival_s or now, sent=now)
+        answer = Answer(ask, arrived=ask.arrival_s if self._timed else now, sent=now)
         try:
             await self._read(ask, answer)
         except TimeoutError:
@@ -173,7 +180,8 @@ async def run(
     task = progress.add_task(f"requests to {url}", total=len(asks))
     places = asyncio.Semaphore(concurrency)
     begin = time.perf_counter()
-    client = Client(url, model, begin, ignore_eos=ignore_eos, api_key=api_key)
+    timed = any(ask.arrival_s for ask in asks)
+    client = Client(url, model, begin, timed=timed, ignore_eos=ignore_eos, api_key=api_key)
 
     async def one(ask: Ask) -> Answer:
         try:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import typer
 from cbdisagg_bench.company import QUIET, Company
+from cbdisagg_bench.machine import processor
 from cbdisagg_bench.options import at_least, check_place, command
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
 from cbdisagg_bench.profile_host import measure_host
@@ -155,7 +156,7 @@ def measure(
         context=info.context,
         model=served_name(settings.model),
         dtype=settings.model.dtype,
-        machine=f"{platform.machine()}, {_processor()}, {os.cpu_count()} cpus",
+        machine=f"{platform.machine()}, {processor()}, {os.cpu_count()} cpus",
         threads=place.threads,
         transfer=kind,
         beside_step=_rounded(beside_step),
@@ -249,15 +250,6 @@ def _slowed(stepper: Stepper, works: Sequence[Case], task: Computes | Pushes, wh
 def _rounded(value: float) -> float:
     """Six digits: more would be noise."""
     return float(f"{value:.6g}")
-
-
-def _processor() -> str:
-    """As the kernel calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def table(found: Profile) -> Table:

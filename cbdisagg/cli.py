@@ -312,6 +312,12 @@ def gpu(context: typer.Context) -> None:
     _bench(context, "gpu", "gpu")
 
 
+@bench.command(context_settings=PASSED_ON, add_help_option=False)
+def peers(context: typer.Context) -> None:
+    """The work of `bench serve` for engines without an HTTP server."""
+    _bench(context, "peers", "peers")
+
+
 @bench.command("serve", context_settings=PASSED_ON, add_help_option=False)
 def load(context: typer.Context) -> None:
     """Put load on running servers and time their answers."""

@@ -16,6 +16,7 @@ from cbdisagg_bench.load_asks import Ask, fill
 from cbdisagg_bench.load_client import Answer
 from cbdisagg_bench.load_events import Events, read_chunk
 from cbdisagg_bench.load_report import Aims, summarise, summarise_all
+from cbdisagg_bench.machine import machine_name
 
 from cbdisagg import cli
 from cbdisagg.sim import workload
@@ -209,7 +210,9 @@ class Running:
 
     async def load(self, *arguments: str) -> tuple[int, str, str]:
         """Status, stdout, stderr of `cbdisagg bench serve` with a load of 6 requests of 2 tokens."""
-        small = ["--requests", "6", "--prompt-tokens", "3", "--output-tokens", "2"]
+        small = ["--requests", "6"]
+        if "--file" not in arguments:
+            small += ["--prompt-tokens", "3", "--output-tokens", "2"]
         status = await asyncio.to_thread(command_line, ["serve", *arguments, *small])
         shown = self._capsys.readouterr()
         return status, shown.out, shown.err
@@ -324,9 +327,37 @@ async def test_a_file_of_requests_is_asked_at_its_own_times(start, tmp_path: Pat
     assert {body["prompt"] for body in running.fake.bodies} == {"hi"}
     assert sorted(running.fake.wishes, key=str) == [("2e+06", None), (None, None), (None, None)]
     told = json.loads(out.read_text())
-    assert [(row["arrived"], row["tokens"]) for row in told["answers"][0]][1:] == rows[1:]
+    assert [(row["arrived"], row["tokens"]) for row in told["answers"][0]] == rows  # the one at 0 too
     assert all(row["sent"] >= at for row, (at, _) in zip(told["answers"][0], rows, strict=True))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_without_arrivals_latencies_count_from_when_a_request_is_sent(start, tmp_path: Path) -> None:
+    running = await start(FakeServer())
+    await running.load(running.url, "--concurrency", "1", "--out", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())["answers"][0]
+    assert all(row["arrived"] == row["sent"] for row in rows)
+    assert rows[5]["arrived"] >= rows[4]["times"][-1] > 0
+
+
+async def test_the_json_says_what_was_measured(start) -> None:
+    running = await start(FakeServer())
+    report = await running.figures("--rate", "1e4", "--burst", "2", "--text", "--tpot-ms", "20", "--warm-up", "3")
+    wanted = {
+        "prompt_lengths": "3",
+        "output_lengths": "2",
+        "file": None,
+        "text": True,
+        "ignore_eos": True,
+        "targets_ms": {"ttft": 0, "tpot": 20},
+        "rate": 1e4,
+        "burst": 2,
+        "warm_up": 3,
+        "seed": 0,
+        "rounds": 1,
+    }
+    assert {key: report[key] for key in wanted} == wanted
+    assert report["machine"] == machine_name() and machine_name()[0] != ","
 
 
 @pytest.mark.parametrize(
@@ -340,14 +371,22 @@ async def test_a_file_of_requests_is_asked_at_its_own_times(start, tmp_path: Pat
         (["--plot", "load.gif"], ".png or .svg or .pdf"),
         (["--out", "nowhere/out.json"], "there is no folder nowhere"),
         (["--out", "."], "that is a folder"),
+        (["--burst", "2"], "'--burst': has no effect without --rate"),
+        (["--file", "COUNTED", "--prompt-tokens", "9"], "'--prompt-tokens': has no effect with --file"),
+        (["--file", "COUNTED", "--output-tokens", "9"], "'--output-tokens': has no effect with --file"),
+        (["--file", "WRITTEN", "--text"], "'--text': has no effect on a file with the prompts themselves"),
+        (["--file", "WRITTEN", "--vocab", "9"], "'--vocab': has no effect on a file with"),
+        (["--requests", "4", "--warm-up", "5"], "'--warm-up': 5 of 4 requests"),
     ],
 )
 async def test_a_wrong_order_is_refused_with_one_line(
     arguments: list[str], right: str, start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = await start(FakeServer(max_len=100))
-    (tmp_path / "empty").touch()
-    words = [str(tmp_path / "empty") if word == "EMPTY" else word for word in arguments]
+    (tmp_path / "EMPTY").touch()
+    for name, ask in (("COUNTED", workload.Ask(0.0, 2, 3)), ("WRITTEN", workload.Ask(0.0, 2, prompt="hi"))):
+        (tmp_path / name).write_bytes(workload.write_workload([ask]))
+    words = [str(tmp_path / word) if word.isupper() else word for word in arguments]
     assert await asyncio.to_thread(command_line, ["serve", running.url, *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert right in line
