@@ -12,8 +12,9 @@ misses its figure is a cell like the others.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from cbdisagg_bench.goodput_workloads import Targets, Workload
 from msgspec import Struct
@@ -41,7 +42,8 @@ QUEUED = tuple(knob for knob in TURNED if knob.key != "policy.admission")
 
 
 class Cell(Struct, frozen=True):
-    """One workload, pair of targets and part of the requests: requests per second and worker, by system.
+    """One workload, pair of targets and part of the requests: requests per second and worker, by system. Of the
+    baselines the best, and those that were the best until it was found.
 
     `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
     would be late. `knobs`: those of `tuned`. `overloaded`: what is left of its goodput at OVERLOAD times that rate, as
@@ -181,17 +183,11 @@ def cells(
         goal = dataclasses.replace(first, part=part)
         search = Search(config, lab, goal, QUEUED)
         starts = search.starts()
-        split = {name: _best_split(config, lab, goal, values) for name, values in starts.items() if ":" in name}
-        queued = search.run(turns, starts | {name: values for name, (values, _) in split.items()})
+        split = best_of(_services(config, lab, _splits(starts), targeted(goal)), goal)
+        begun = {name: values for name, values in starts.items() if ":" not in name}
+        queued = search.run(turns, begun | {name: _splits(starts)[name] for name in list(split)[-1:]})
         tuned = Search(config, lab, goal, TURNED).run(turns, {"queued": queued.best})
-        near = queued.sustained or None
-        aggregation = {
-            f"chunks of {chunk}": lab.service(
-                changed(config, {**AGGREGATE, **LOOSE, "scheduler.token_budget": chunk})
-            ).sustained(goal, near)
-            for chunk in CHUNKS
-        }
-        aggregation[DEADLINES] = queued.starts["aggregate"]
+        chunks = best_of(_services(config, lab, _chunks(AGGREGATE), LOOSE), goal, queued.sustained)
         most = max(queued.sustained, tuned.sustained)
         best, usual = (longer.service(changed(config, {**targeted(goal), **v})) for v in (tuned.best, FREE))
         yield Cell(
@@ -201,8 +197,10 @@ def cells(
             ttft_ms=1e3 * goal.ttft_s,
             tpot_ms=1e3 * goal.tpot_s,
             part=part,
-            aggregation={name: rate / workers for name, rate in aggregation.items()},
-            disaggregation={name: rate / workers for name, (_, rate) in split.items()},
+            aggregation={
+                name: rate / workers for name, rate in {**chunks, DEADLINES: queued.starts["aggregate"]}.items()
+            },
+            disaggregation={name: rate / workers for name, rate in split.items()},
             default=queued.starts[POLICY] / workers,
             queued=queued.sustained / workers,
             tuned=most / workers,
@@ -212,16 +210,42 @@ def cells(
         )
 
 
-def _best_split(config: Config, lab: Lab, goal: Goal, split: Values) -> tuple[Values, float]:
-    """The split with the chunk size that suits it best, and the rate that it keeps up with then."""
-    best: tuple[Values, float] = ({}, -1.0)
-    for chunk in reversed(CHUNKS):
-        values = {**split, "scheduler.token_budget": chunk}
-        service = lab.service(changed(config, {**targeted(goal), **values}))
-        rate = service.sustained(goal, near=best[1] if best[1] > 0 else None)
-        if rate > best[1]:
-            best = values, rate
-    return best
+def _chunks(values: Values, name: str = "") -> dict[str, Values]:
+    """The same with each size of chunks, the largest first."""
+    return {f"{name}chunks of {chunk}": {**values, "scheduler.token_budget": chunk} for chunk in reversed(CHUNKS)}
+
+
+def _splits(starts: Mapping[str, Values]) -> dict[str, Values]:
+    return {
+        name: values
+        for split, given in starts.items()
+        if ":" in split
+        for name, values in _chunks(given, f"{split}, ").items()
+    }
+
+
+def _services(config: Config, lab: Lab, named: Mapping[str, Values], also: Values) -> dict[str, Service]:
+    return {name: lab.service(changed(config, {**also, **values})) for name, values in named.items()}
+
+
+def best_of(services: Mapping[str, Service], goal: Goal, near: float = 0.0) -> dict[str, float]:
+    """What the first keeps up with, and each that keeps up with more than all before it; the last one is the best.
+
+    Of the others it is not looked for: each was asked at the lowest rate that is too much for the best so far, and had
+    no more requests in time there. `near`: a rate to begin at.
+    """
+    found: dict[str, float] = {}
+    best: Service | None = None
+    for name, service in services.items():
+        most = max(found.values(), default=0.0)
+        if best is not None:
+            rung = math.floor(best.rung(most)) + 1
+            if service.within(rung, goal) <= best.within(rung, goal):
+                continue
+        rate = service.sustained(goal, near=most or near or None)
+        if best is None or rate > most:
+            found[name], best = rate, service
+    return found
 
 
 def left_at(times: float, service: Service, goal: Goal, rate: float) -> float:

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 from cbdisagg_bench import goodput
-from cbdisagg_bench.goodput_grid import Cell, _best_split, cells, fleet, left_at, verdict
+from cbdisagg_bench.goodput_grid import Cell, _splits, best_of, cells, fleet, left_at, verdict
 from cbdisagg_bench.goodput_report import knobs, table
 from cbdisagg_bench.goodput_wall import drawn, loads, systems
 from cbdisagg_bench.goodput_wall_cells import HALF, ONE, POLICY, Load, Runs, kept_up, summary, wall_cells
@@ -25,7 +25,7 @@ from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.sim.arrivals import Lengths
 from cbdisagg.sim.goodput import Goal, Lab, Service
-from cbdisagg.sim.variants import disaggregate
+from cbdisagg.sim.variants import FREE, disaggregate
 
 PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
 H200 = parse_profile(PATH.read_bytes(), PATH.name)
@@ -79,34 +79,43 @@ def test_a_tiny_grid_from_end_to_end() -> None:
     found = list(cells(fleet(H200, 2, 10.0), lab, longer, TINY, TARGETS[1], (0.9, 0.5), turns=2))
     assert [one.part for one in found] == [0.9, 0.5]
     for one in found:
-        assert one.disaggregation.keys() == {"1P:1D"} and len(one.aggregation) == 5
+        assert {name.split(",")[0] for name in one.disaggregation} == {"1P:1D"} and len(one.aggregation) >= 2
         own = max(one.aggregation["deadline chunks"], one.disaggregated, one.default)
         assert one.tuned >= one.queued >= own > 0  # what the search began with
         assert 0 < one.overloaded <= 1 and 0 < one.queue_left <= 1
     assert found[1].aggregated >= found[0].aggregated
 
 
-def test_a_split_has_the_chunks_that_suit_it_best() -> None:
-    """Of four sizes the one in the middle is best; the search for each begins at what the best so far keeps up with."""
-    sizes = {2048: 3.0, 1024: 5.0, 512: 4.0, 256: 1.0}
-    asked: list[tuple[int, float | None]] = []
+def test_the_best_is_found_without_looking_for_the_rates_of_the_others() -> None:
+    """Of four sizes the third is best; one that is no better where the best so far fails is asked once."""
+    asked: list[str] = []
 
     class Rated:
-        def __init__(self, config: Config) -> None:
-            self.chunk = config.scheduler.token_budget
-            assert (config.policy.mode, config.policy.pin_prefill) == ("disaggregate", 1)
+        """Keeps up with `most`, on rungs that are rates."""
+
+        def __init__(self, name: str, most: float) -> None:
+            self.name, self.most = name, most
+
+        def rung(self, rate: float) -> float:
+            return rate
+
+        def within(self, rung: int, goal: Goal) -> float:
+            return 1.0 if rung <= self.most else self.most / rung
 
         def sustained(self, goal: Goal, near: float | None) -> float:
-            asked.append((self.chunk, near))
-            return sizes[self.chunk]
+            asked.append(f"{self.name} near {near}")
+            return self.most
 
-    class Rating:
-        def service(self, config: Config) -> Rated:
-            return Rated(config)
+    services = {name: Rated(name, most) for name, most in (("a", 3.0), ("b", 2.0), ("c", 5.5), ("d", 5.0))}
+    found = best_of(cast("dict[str, Service]", services), Goal(1.0, 1.0), near=4.0)
+    assert found == {"a": 3.0, "c": 5.5} and asked == ["a near 4.0", "c near 3.0"]
+    nobody = best_of(cast("dict[str, Service]", {"a": Rated("a", 0.0), "b": Rated("b", 0.0)}), Goal(1.0, 1.0))
+    assert nobody == {"a": 0.0}
 
-    values, rate = _best_split(Config(), cast(Lab, Rating()), Goal(1.0, 1.0), disaggregate(1, 1))
-    assert (values["scheduler.token_budget"], values["policy.pin_decode"], rate) == (1024, 1, 5.0)
-    assert asked == [(2048, None), (1024, 3.0), (512, 5.0), (256, 5.0)]
+
+def test_every_split_is_tried_with_every_size_of_chunks() -> None:
+    named = _splits({"policy": FREE, "1P:2D": disaggregate(1, 2), "2P:1D": disaggregate(2, 1)})
+    assert len(named) == 8 and named["2P:1D, chunks of 256"] == {**disaggregate(2, 1), "scheduler.token_budget": 256}
 
 
 def test_what_an_overload_leaves_is_a_part_of_the_best_at_any_load() -> None:
