@@ -137,15 +137,16 @@ def table(found: Sequence[WallCell], rounds: int, others: float) -> Table:
     """Requests per second that the systems keep up with. `others`: the part of the cores that other processes had."""
     missed = sum(bool(cell.misses) for cell in found)
     caption = (
-        f"requests/s at which that part met both targets, medians of {rounds} rounds; 0: not even at the lowest rate; "
-        f"+-: range of the best one's; to reach: {SHORTFALL} of the best, less that range. TTFT: the policy's at the "
-        f"lowest rate over that of {HALF}, one worker with as many threads as each of the policy's (at most {LATER}), "
-        f"and of {ONE}. {missed} of {len(found)} cells miss a figure (!). Others had {others:.0%} of the cores."
+        f"requests/s at which that part met both targets (ms: TTFT/TPOT), medians of {rounds} rounds; 0: not even at "
+        f"the lowest rate. +-: range of the best one's rounds; ratio: the policy's over it, to reach: {SHORTFALL} less "
+        f"that range. On the right the policy's TTFT at the lowest rate over that of {HALF}, one worker with as many "
+        f"threads as each of the policy's (at most {LATER}), and of {ONE}. {missed} of {len(found)} cells miss a figure"
+        f" (!). Others had {others:.0%} of the cores."
     )
-    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False)
+    shown = Table(caption=caption, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     names = list(found[0].kept)
-    for name in ("tokens", "TTFT/TPOT ms", "part", *names, "best", "+-", "policy/best", "TTFT", ""):
-        shown.add_column(name, justify="right")
+    for name in ("tokens", "ms", "part", *names, "best", "+-", "ratio", HALF, ONE, ""):
+        shown.add_column(name, justify="right", no_wrap=True)
     for cell in found:
         shown.add_row(
             f"{cell.prompts}+{cell.outputs}",
@@ -155,7 +156,7 @@ def table(found: Sequence[WallCell], rounds: int, others: float) -> Table:
             cell.best,
             f"{cell.spread:.0%}",
             f"{cell.ratio:.2f}",
-            " ".join("-" if later is None else f"{later:.2f}" for later in cell.later.values()),
+            *("-" if later is None else f"{later:.2f}" for later in cell.later.values()),
             "!" if cell.misses else "",
         )
     return shown
