@@ -34,8 +34,8 @@ from cbdisagg.messages import Sampling
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 9, 3, 64, 16
 HIDDEN, INNER, VOCAB = 576, 1536, 49152
 LAYERS = 30
-SEGMENTS = {"1 x 1024": (1, 1, 1023), "16 x 1024": (16, 1, 1023), "256 after 512": (1, 256, 512)}
-"""Of attention: sequences, rows of each, tokens before them."""
+SEGMENTS = {"1 x 1024": (1, 1, 1023), "16 x 1024": (16, 1, 1023), "512 + 256": (1, 256, 512)}
+"""Of attention: sequences, rows of each, tokens before them. The last is a chunk of a prompt."""
 ROWS = (16, 512)
 DRAWS = {"argmax": (0.0, 0), "draw": (1.0, 0), "draw, top 40": (1.0, 40)}
 """Temperature and top_k."""
@@ -139,7 +139,7 @@ def attention_cases(library: Native, kind: str, threads: int) -> Iterator[Case]:
     for rows in ROWS:
         step = Step(shape, 1, rows, 0, layers=1)
         yield Case(
-            *(kind, "rope, KV write", f"{rows} rows", SHORT_CALLS, rows),
+            *(kind, "rope, write", f"{rows} rows", SHORT_CALLS, rows),
             native=step.write(native),
             reference=step.write(plain),
         )
@@ -214,7 +214,7 @@ def others_table(rows: list[OtherRow], title: str) -> Table:
     """Fits 80 columns."""
     table = Table(
         title=title,
-        caption="native, torch: us of a call; limit: over reads or products measured in the same rounds",
+        caption="native, torch: us of a call; limit: over reads, or products, measured beside",
         box=box.SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
         show_edge=False,
