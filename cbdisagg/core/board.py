@@ -110,9 +110,8 @@ class Board:
         `step_s`: a worker that decodes it should not have longer steps.
         """
         if len(self._names) <= EVERYBODY:
-            chosen = [worker for worker in self._names if serves(worker)]
-        else:
-            chosen = sorted(self._choose(cached, step_s, serves))
+            return Sight([self._views[worker] for worker in self._names if serves(worker)], cached, self._links, now)
+        chosen = sorted(self._choose(cached, step_s, serves))
         return Sight([self._views[worker] for worker in chosen], cached, self._links, now)
 
     def _choose(self, cached: Mapping[Address, int], step_s: float, serves: Serves) -> set[Address]:

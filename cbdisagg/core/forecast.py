@@ -35,6 +35,7 @@ def forecast(
         tpot_s=min((request.spec.targets.tpot_s for request in taken), default=0.0),
         free_s=starts - now,
         chunk=chunk,
+        full_s=cost.sums_s(_with(beside, chunk)) if chunk else 0.0,
         chunk_s=tuple(cost.sums_s(_with(beside, 1 << k)) for k in range((pace.token_budget - 1).bit_length() + 1)),
         steady=steady,
         token_s=each_s,
@@ -47,8 +48,8 @@ def prompts_s(known: Forecast, tokens: int) -> float:
     if tokens <= known.chunk:
         return _chunk_s(known.chunk_s, tokens)
     steps, rest = divmod(tokens - known.chunk, known.steady)
-    last_s = max(rest * known.token_s, _chunk_s(known.chunk_s, rest))
-    return _chunk_s(known.chunk_s, known.chunk) + steps * known.steady * known.token_s + last_s
+    last_s = max(rest * known.token_s, _chunk_s(known.chunk_s, rest)) if rest else 0.0
+    return known.full_s + steps * known.steady * known.token_s + last_s
 
 
 def _chunk_s(points: Sequence[float], tokens: int) -> float:

@@ -22,6 +22,7 @@ _FIRST_BETWEEN_S = 1.0  # before two have been seen
 class Member:
     """`submitted` counts the Submits sent to it; `unseen` holds (count, prompt tokens) of those that its Load does not
     include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it has not had yet.
+    `routed` is the sum of the former's tokens, `owed` of the latter's.
     `between_ends_s`: from the end of one request there to the next, lately.
     """
 
@@ -33,6 +34,8 @@ class Member:
     submitted: int = 0
     unseen: list[tuple[int, int]] = field(default_factory=list)
     jobs: list[tuple[float, int]] = field(default_factory=list)
+    routed: int = 0
+    owed: int = 0
     suspect: bool = False
     leaving: bool = False
     between_ends_s: float = _FIRST_BETWEEN_S
@@ -53,6 +56,12 @@ class Member:
     def submit(self, tokens: int) -> None:
         self.submitted += 1
         self.unseen.append((self.submitted, tokens))
+        self.routed += tokens
+
+    def expect(self, tokens: int, now: float) -> None:
+        """A job will come by way of a decode worker."""
+        self.jobs.append((now, tokens))
+        self.owed += tokens
 
     def hear(self, load: Load, now: float) -> None:
         if self.load is None or load.counters.steps != self.load.counters.steps or not load.busy:
@@ -61,6 +70,8 @@ class Member:
         self.load, self.heard_at = load, now
         self.unseen = [(count, tokens) for count, tokens in self.unseen if count > load.received]
         self.jobs = [(at, tokens) for at, tokens in self.jobs[come:] if now - at < UNSEEN_S]
+        self.routed = sum(tokens for _, tokens in self.unseen)
+        self.owed = sum(tokens for _, tokens in self.jobs)
 
     def end(self, now: float) -> None:
         """A request has ended there."""
@@ -73,7 +84,6 @@ class Member:
         load = self.load
         if load is None:
             return None
-        routed = sum(tokens for _, tokens in self.unseen)
         held = load.pages_total - load.pages_free - load.pages_cached
         return look(
             self.address,
@@ -85,7 +95,7 @@ class Member:
             unseen=len(self.unseen),
             streams=load.decodes,
             max_batch=self.info.max_batch,
-            queued_tokens=load.queued_tokens + routed + sum(tokens for _, tokens in self.jobs),
-            room=(load.pages_total - held) * self.info.page_size - routed,
+            queued_tokens=load.queued_tokens + self.routed + self.owed,
+            room=(load.pages_total - held) * self.info.page_size - self.routed,
             between_ends_s=self.between_ends_s,
         )

@@ -151,7 +151,7 @@ class Placement:
         missing = tokens - cached
         decode.submit(missing if prefill is decode else 0)
         if prefill is not decode:
-            prefill.jobs.append((now, missing))
+            prefill.expect(missing, now)
             self.look_at(prefill)
             self._sent(prefill, hashes)
         self.look_at(decode)

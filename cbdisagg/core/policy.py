@@ -43,7 +43,16 @@ class Wanted(NamedTuple):
     tpot_s: float
 
 
-@dataclass(frozen=True, slots=True)
+class Seat(NamedTuple):
+    """What a request finds where it decodes: a step with it, the tightest TPOT there, a place, and so many others."""
+
+    step_s: float
+    limit_s: float
+    fits: bool
+    load: int
+
+
+@dataclass(slots=True)  # never changed; but frozen, it takes four times as long to make, and each decision makes some
 class View:
     """One worker as the coordinator sees it: its last Load, plus what was routed to it since.
 
@@ -85,9 +94,6 @@ class View:
         """Until a prompt was begun that came when it was last heard."""
         return self.place_s + self.forecast.free_s + prompts_s(self.forecast, self.queued_tokens)
 
-    def step_with(self, tokens: int) -> float:
-        return self.step_s + self.forecast.context_s * tokens
-
     def limit_s(self, tpot_s: float) -> float:
         """The tightest TPOT once a request with this one is here."""
         return min(tpot_s, self.forecast.tpot_s) if self.forecast.tpot_s else tpot_s
@@ -96,8 +102,13 @@ class View:
     def idle(self) -> bool:
         return not (self.sequences or self.queued_tokens)
 
-    def fits(self, tokens: int) -> bool:
-        return self.sequences < self.max_batch and tokens <= self.room
+    def seat(self, wanted: Wanted) -> Seat:
+        return Seat(
+            self.step_s + self.forecast.context_s * wanted.tokens,
+            self.limit_s(wanted.tpot_s),
+            self.sequences < self.max_batch and wanted.tokens <= self.room,
+            self.sequences,
+        )
 
 
 def look(
@@ -164,14 +175,14 @@ class Sight:
     now: float = 0.0
 
     def ttft_s(self, view: View, tokens: int) -> float:
-        return view.ttft_s(tokens, self.cached.get(view.address, 0), self.now)
+        return view.ttft_s(tokens, self.cached.get(view.address, 0) if self.cached else 0, self.now)
 
 
 class Decision(NamedTuple):
     """A route, why it was taken, and what is predicted for it. `others`: the best route of each other prefill worker.
 
-    `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there. `idle`: nobody
-    else is there, so nothing will ever be better.
+    `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there. `load`: the
+    sequences that it has. `idle`: nobody else is there, so nothing will ever be better.
     """
 
     prefill: Address
@@ -181,6 +192,7 @@ class Decision(NamedTuple):
     step_s: float = 0.0
     limit_s: float = float("inf")
     fits: bool = True
+    load: int = 0
     idle: bool = False
     others: tuple[Decision, ...] = ()
 
@@ -199,9 +211,10 @@ def route(sight: Sight, knobs: Knobs, wanted: Wanted) -> Decision:
     views = sight.views
     prefillers = [view for view in views if view.pin != "decode"] or views
     if wanted.max_tokens == 1:
-        return _best([_stay(view, sight, wanted, "one-token") for view in prefillers], sight)
+        return _best([_stay(view, view.seat(wanted), sight, wanted, "one-token") for view in prefillers])
     decoders = [view for view in views if view.pin != "prefill"] or views
-    good = _packed(decoders, knobs.rho, wanted)
+    seats = {id(view): view.seat(wanted) for view in views}
+    good = _packed(decoders, seats, knobs.rho)
     fine = {id(view) for view in good}
     roles = any(view.role != "prefill" for view in good), any(view.role != "prefill" for view in decoders)
     least: list[View] = []
@@ -211,24 +224,26 @@ def route(sight: Sight, knobs: Knobs, wanted: Wanted) -> Decision:
         others_decode = roles[0] if is_fine else roles[1]
         why_not = _why_not_local(view, is_fine, others_decode, good, knobs)
         if not why_not:
-            options.append(_stay(view, sight, wanted, "cached" if sight.cached.get(view.address) else "faster"))
+            reason = "cached" if sight.cached.get(view.address) else "faster"
+            options.append(_stay(view, seats[id(view)], sight, wanted, reason))
             continue
         if view.role == "decode" and view.pin == "any" and len(prefillers) > 1:
             continue  # it prefills what it decodes, and nothing else
         way = _way_to(view, good, sight)
         if way is None and why_not == "packed":
-            options.append(_stay(view, sight, wanted, "overload"))
+            options.append(_stay(view, seats[id(view)], sight, wanted, "overload"))
             continue
         if way is None:
-            least = least or _least_loaded(decoders, wanted)
+            least = least or _least_loaded(decoders, seats)
             way = _way_to(view, least, sight)
         if way is not None:
-            options.append(_hand_over(view, *way, sight, wanted, why_not))
+            decode, link = way
+            options.append(_hand_over(view, decode, seats[id(decode)], link, sight, wanted, why_not))
         elif view.pin != "prefill":
-            options.append(_stay(view, sight, wanted, "no-way"))
+            options.append(_stay(view, seats[id(view)], sight, wanted, "no-way"))
     if not options:  # nobody who prefills reaches anybody who decodes
-        options = [_stay(view, sight, wanted, "no-way") for view in decoders]
-    return _best(options, sight)
+        options = [_stay(view, seats[id(view)], sight, wanted, "no-way") for view in decoders]
+    return _best(options)
 
 
 def move_target(sight: Sight, source: Address) -> Address | None:
@@ -257,10 +272,11 @@ def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Decis
         return None
     stays = Decision(source, source, "stays", 0.0, here.forecast.step_s, here.limit_s(wanted.tpot_s))
     others = [view for view in sight.views if view.pin != "prefill" and view.address != source]
-    for view in _packed(others, knobs.rho, wanted):
-        step_s = view.step_with(wanted.tokens)
-        if step_s <= GAIN * stays.step_s and source in sight.links.get(view.address, {}):
-            return Decision(source, view.address, "relief", 0.0, step_s, view.limit_s(wanted.tpot_s), others=(stays,))
+    seats = {id(view): view.seat(wanted) for view in others}
+    for view in _packed(others, seats, knobs.rho):
+        seat = seats[id(view)]
+        if seat.step_s <= GAIN * stays.step_s and source in sight.links.get(view.address, {}):
+            return Decision(source, view.address, "relief", 0.0, *seat, others=(stays,))
     return None
 
 
@@ -317,21 +333,21 @@ def _why_not_local(view: View, is_fine: bool, others_decode: bool, good: Sequenc
     return "unpaid" if view.forecast.tpot_s and view.forecast.gain < knobs.eta else ""
 
 
-def _packed(decoders: Sequence[View], rho: float, wanted: Wanted) -> list[View]:
+def _packed(decoders: Sequence[View], seats: Mapping[int, Seat], rho: float) -> list[View]:
     """Those that can decode it well: those pinned to it, then the most loaded. One of role prefill if no other can."""
     if not rho:
         return []
-    good = [
-        view
-        for view in decoders
-        if view.step_with(wanted.tokens) <= rho * view.limit_s(wanted.tpot_s) and view.fits(wanted.tokens)
-    ]
+    good = []
+    for view in decoders:
+        step_s, limit_s, fits, _ = seats[id(view)]
+        if fits and step_s <= rho * limit_s:
+            good.append(view)
     return sorted(good, key=lambda view: (view.pin != "decode", view.role == "prefill", -view.step_s, view.address))
 
 
-def _least_loaded(decoders: Sequence[View], wanted: Wanted) -> list[View]:
+def _least_loaded(decoders: Sequence[View], seats: Mapping[int, Seat]) -> list[View]:
     able = [view for view in decoders if view.role != "prefill"] or decoders
-    return sorted(able, key=lambda view: (not view.fits(wanted.tokens), view.step_with(wanted.tokens), view.address))
+    return sorted(able, key=lambda view: (not seats[id(view)].fits, seats[id(view)].step_s, view.address))
 
 
 def _way_to(prefill: View, decoders: Sequence[View], sight: Sight) -> tuple[View, Link] | None:
@@ -344,20 +360,13 @@ def _way_to(prefill: View, decoders: Sequence[View], sight: Sight) -> tuple[View
     return None
 
 
-def _stay(view: View, sight: Sight, wanted: Wanted, reason: str) -> Decision:
-    return Decision(
-        view.address,
-        view.address,
-        reason,
-        sight.ttft_s(view, wanted.tokens),
-        view.step_with(wanted.tokens),
-        view.limit_s(wanted.tpot_s),
-        view.fits(wanted.tokens),
-        view.idle,
-    )
+def _stay(view: View, seat: Seat, sight: Sight, wanted: Wanted, reason: str) -> Decision:
+    return Decision(view.address, view.address, reason, sight.ttft_s(view, wanted.tokens), *seat, view.idle)
 
 
-def _hand_over(prefill: View, decode: View, link: Link, sight: Sight, wanted: Wanted, reason: str) -> Decision:
+def _hand_over(
+    prefill: View, decode: View, seat: Seat, link: Link, sight: Sight, wanted: Wanted, reason: str
+) -> Decision:
     """What the decode worker lacks goes over the link; its place there is reserved before the prefill starts."""
     missing = max(1, wanted.tokens - sight.cached.get(decode.address, 0))
     return Decision(
@@ -365,21 +374,18 @@ def _hand_over(prefill: View, decode: View, link: Link, sight: Sight, wanted: Wa
         decode.address,
         reason,
         decode.place_s + sight.ttft_s(prefill, wanted.tokens) + link.seconds(missing),
-        decode.step_with(wanted.tokens),
-        decode.limit_s(wanted.tpot_s),
-        decode.fits(wanted.tokens),
+        *seat,
         prefill.idle and decode.idle,
     )
 
 
-def _best(options: Sequence[Decision], sight: Sight) -> Decision:
+def _best(options: Sequence[Decision]) -> Decision:
     ranks = [(option.breaks, round(option.ttft_s / GRID_S)) for option in options]
     first = min(ranks)
     equal = [option for option, rank in zip(options, ranks, strict=True) if rank == first]
     best = equal[0]
     if len(equal) > 1:
-        loads = {view.address: view.sequences for view in sight.views}
-        best = min(equal, key=lambda option: (loads[option.decode], option.decode, option.prefill))
+        best = min(equal, key=lambda option: (option.load, option.decode, option.prefill))
     reason = best.reason
     if reason == "faster" and all(option.kind == "local" for option in options):
         reason = "colocated"

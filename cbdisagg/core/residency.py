@@ -48,13 +48,13 @@ class Residency:
 
     def __init__(self, limit: int) -> None:
         self._room = max(1, limit // GENERATIONS)
-        self._generations: deque[dict[Hash, None]] = deque([{}], maxlen=GENERATIONS)
+        self._generations: deque[set[Hash]] = deque([set()], maxlen=GENERATIONS)
 
     def add(self, hashes: Sequence[Hash]) -> None:
         """A chain from its first page on: so the start of a prefix is never older than what follows it."""
         if len(self._generations[-1]) >= self._room:
-            self._generations.append({})
-        self._generations[-1].update(dict.fromkeys(hashes))
+            self._generations.append(set())
+        self._generations[-1].update(hashes)
 
     def has(self, value: Hash) -> bool:
         """Is this page probably there?"""

@@ -152,7 +152,8 @@ def queued(member: Member) -> int:
 
 
 def test_a_job_counts_until_the_worker_says_that_it_has_come(member: Member) -> None:
-    member.jobs = [(0.0, 100), (0.1, 50)]
+    member.expect(100, 0.0)
+    member.expect(50, 0.1)
     assert queued(member) == 150
     member.hear(load(1, queued=100), 0.2)
     assert queued(member) == 150, "the first one is in the Load now, and only there"
@@ -164,7 +165,7 @@ def test_a_job_counts_until_the_worker_says_that_it_has_come(member: Member) -> 
 
 def test_a_job_that_never_comes_is_forgotten(member: Member) -> None:
     """Its request has ended, or its decode worker computes the prompt itself."""
-    member.jobs = [(0.0, 100)]
+    member.expect(100, 0.0)
     member.hear(load(0), UNSEEN_S / 2)
     assert queued(member) == 100
     member.hear(load(0), UNSEEN_S)

@@ -199,7 +199,8 @@ def test_with_rho_0_and_no_pins_it_is_aggregation(numbers: list[tuple[int, int, 
     chosen = route(sight(*views), AGGREGATE, wanted)
 
     def worse(view: View) -> tuple[object, ...]:
-        breaks = view.step_with(wanted.tokens) > view.limit_s(wanted.tpot_s) or not view.fits(wanted.tokens)
+        step_s, limit_s, fits, _ = view.seat(wanted)
+        breaks = step_s > limit_s or not fits
         return breaks, grid(view.ttft_s(wanted.tokens, 0, 0.0)), view.sequences, view.address
 
     best = min(views, key=worse)
@@ -217,7 +218,7 @@ def test_with_all_pinned_it_is_pure_disaggregation(
     chosen = route(sight(*views), DISAGGREGATE, wanted)
     decode = min(
         views[prefills:],
-        key=lambda view: (not view.fits(wanted.tokens), view.step_with(wanted.tokens), view.address),
+        key=lambda view: (not view.seat(wanted).fits, view.seat(wanted).step_s, view.address),
     )
     move_s = sight(*views).links[decode.address][views[0].address].seconds(wanted.tokens)
     prefill = min(
