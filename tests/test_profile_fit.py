@@ -119,7 +119,7 @@ def test_the_steps_go_as_far_as_they_may_and_are_of_every_region(furthest: Range
 
 
 def test_the_config_says_how_far_steps_go() -> None:
-    info = ModelInfo("llama", "bfloat16", 30, 3, 64, 49_152, 8192, "")
+    info = ModelInfo("llama", "bfloat16", 30, 3, 64, 49_152, 8192, "", "torch")
     found = profile.reach(Config(), info, 0)
     assert found == Range(64, 512, 4096, (512 << 20) // 368_640 * 16)
     large = Config(kv=Kv(pages=200, page_size=32), scheduler=Scheduler(max_batch=256, token_budget=2048))
