@@ -59,6 +59,7 @@ class Board:
         self._views: dict[Address, View] = {}
         self._queued: dict[Address, int] = {}
         self._by_step, self._prefillers = Ranking(), Ranking()
+        self._unranked: set[Address] = set()  # who has changed since these were last looked at
         self._links: dict[Address, dict[Address, Link]] = {}  # by decode, then by prefill worker
 
     def put(self, view: View, queued: int) -> None:
@@ -69,20 +70,14 @@ class Board:
         self._views[worker] = view
         self.queued += queued - self._queued.get(worker, 0)
         self._queued[worker] = queued
-        if view.pin == "prefill":
-            self._by_step.drop(worker)
-        else:
-            self._by_step.put(worker, view.step_s if view.sequences < view.max_batch else view.step_s + 1e9)
-        if view.pin == "decode":
-            self._prefillers.drop(worker)
-        else:
-            self._prefillers.put(worker, view.wait_s)
+        self._unranked.add(worker)
 
     def drop(self, worker: Address) -> None:
         """With all links from and to it."""
         if self._views.pop(worker, None) is not None:
             self._names.remove(worker)
         self.queued -= self._queued.pop(worker, 0)
+        self._unranked.discard(worker)
         for ranking in (self._by_step, self._prefillers):
             ranking.drop(worker)
         self._links.pop(worker, None)
@@ -114,7 +109,21 @@ class Board:
         chosen = sorted(self._choose(cached, step_s, serves))
         return Sight([self._views[worker] for worker in chosen], cached, self._links, now)
 
+    def _rank(self) -> None:
+        for worker in self._unranked:
+            view = self._views[worker]
+            if view.pin == "prefill":
+                self._by_step.drop(worker)
+            else:
+                self._by_step.put(worker, view.step_s if view.sequences < view.max_batch else view.step_s + 1e9)
+            if view.pin == "decode":
+                self._prefillers.drop(worker)
+            else:
+                self._prefillers.put(worker, view.wait_s)
+        self._unranked.clear()
+
     def _choose(self, cached: Mapping[Address, int], step_s: float, serves: Serves) -> set[Address]:
+        self._rank()
         decoders = _first(self._by_step, serves) + _first(self._by_step.below(step_s), serves)
         best = _first(self._prefillers, serves)
         holders = sorted(cached, key=lambda worker: (-cached[worker], worker))

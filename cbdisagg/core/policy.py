@@ -389,4 +389,4 @@ def _best(options: Sequence[Decision]) -> Decision:
     reason = best.reason
     if reason == "faster" and all(option.kind == "local" for option in options):
         reason = "colocated"
-    return best._replace(reason=reason, others=tuple(option for option in options if option is not best))
+    return best._replace(reason=reason, others=tuple([option for option in options if option is not best]))
