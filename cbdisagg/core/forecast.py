@@ -81,12 +81,12 @@ def _prompts(
     banked_s = min(pace.protected(stream, alone_s, starts) for stream in streams) - starts
     room = max(1, pace.token_budget - beside.decodes)
     least = min(pace.page_size, room)
+    chunk = cost.chunk_within(beside, 0, room, banked_s if beside.decodes else banked_s - alone_s)
+    chunk = chunk if chunk >= least else 0
     if not beside.decodes:
         spare = 1.0 - alone_s / each_s  # the part of the time that steps of prompts alone can have
-        chunk = cost.chunk_within(beside, 0, room, banked_s - alone_s)
-        return chunk if chunk >= least else 0, room, token_s(cost, pace.token_budget) / max(spare, 0.02)
-    chunk = cost.chunk_within(beside, 0, room, banked_s)
+        return chunk, room, token_s(cost, pace.token_budget) / max(spare, 0.02)
     steady = cost.chunk_within(beside, 0, room, each_s)
     if steady < least:  # one page for the patient
-        return chunk if chunk >= least else 0, least, (PATIENCE + 1) * alone_s / least
-    return chunk if chunk >= least else 0, steady, cost.sums_s(beside.chunk(0, steady)) / steady
+        return chunk, least, (PATIENCE + 1) * alone_s / least
+    return chunk, steady, cost.sums_s(beside.chunk(0, steady)) / steady
