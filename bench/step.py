@@ -16,7 +16,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -334,19 +334,13 @@ class TorchLimits:
         self.memory = torch.ones(1 << 26)
 
     def bytes_per_s(self) -> float:
-        return self.memory.nbytes / _seconds(self.memory.sum)
+        return self.memory.nbytes / native_limits.seconds(self.memory.sum)
 
     def operations_per_s(self, number: int) -> float:
         dtype, size = torch.float32 if number == FLOAT32 else torch.bfloat16, 1024
         x = torch.randn(size, size).to(dtype)
         product = select(CPU, dtype).linear(x, None)
-        return 2 * size**3 / _seconds(lambda: product(x))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+        return 2 * size**3 / native_limits.seconds(lambda: product(x))
 
 
 # ---------------------------------------------------------------------------------------------------------- model
