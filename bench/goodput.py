@@ -113,8 +113,11 @@ def goodput(
     if clock == "wall":
         settings = load_config(config)
         usual = f"{settings.targets.ttft_ms:.0f}/{settings.targets.tpot_ms:.0f}"
-        pairs_ = pairs("--targets", targets or usual, "/", "500/30")
-        wanted = goodput_wall.loads(amounts("--rates", rates), pairs("--lengths", lengths, "+", "128+32"), pairs_)
+        wanted = goodput_wall.loads(
+            amounts("--rates", rates),
+            pairs("--lengths", lengths, "+", "128+32"),
+            pairs("--targets", targets or usual, "/", "500/30"),
+        )
         check_picture(plot)
         _on_this_machine(settings, wanted, rounds, requests, seed, port, out, plot, as_json)
         return

@@ -22,7 +22,7 @@ Express: TypeAlias = "Callable[[Update], bool]"
 
 
 class RequestRejected(Exception):
-    """No token has been computed. `status` is the HTTP status to give, `retry_after_s` 0: it is of no use."""
+    """No token has been computed. `status` is the HTTP status to give, `retry_after_s` 0: waiting is of no use."""
 
     def __init__(self, status: int, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
