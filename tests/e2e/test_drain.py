@@ -188,13 +188,18 @@ async def test_two_pairs_are_started_anew_under_load(tiny_model: Path) -> None:
 
 async def end_in_order(client: Client, references: Sequence[Answer]) -> None:
     """SIGTERM: what runs is finished, nothing new is taken, one line says so."""
-    streams = [await client.begun(number) for number in range(len(references))]
+    streams = await asyncio.gather(*(client.begun(number) for number in range(len(references))))
     supervisor = psutil.Process(client.pid)
-    supervisor.send_signal(signal.SIGTERM)
-    assert "draining" in await client.until_ready(False)
-    assert (await client.get("/health"))[0] == 200
-    late = await client.ask(0)
-    assert (late.status, late.headers["Retry-After"]) == (503, "10")
+    decoding = client.processes.look()["decode-0"]
+    decoding.send(signal.SIGSTOP)  # nothing ends before all has been looked at
+    try:
+        supervisor.send_signal(signal.SIGTERM)
+        assert "draining" in await client.until_ready(False)
+        assert (await client.get("/health"))[0] == 200
+        late = await client.ask(0)
+        assert (late.status, late.headers["Retry-After"]) == (503, "10")
+    finally:
+        decoding.send(signal.SIGCONT)
     for stream, reference in zip(streams, references, strict=True):
         assert (await stream).text == reference.text
     await asyncio.to_thread(psutil.wait_procs, [supervisor], PATIENCE_S)
