@@ -4,6 +4,7 @@ Knows attempts, not tokens. Life of a reservation:
     open: pages reserved with the attempt as their writer, Prefill sent
       -> complete: KvReady and, where the receiver places the data, Landed have both come: the writer settles
          (with debug.invariants once the pages have been compared with their checksums)
+      -> held: complete, but its first token is told at the end of the step that runs: then the writer settles
       -> declined: the prefill worker will not do it: the writer settles, the request is computed in the same pages
       -> lost: the prefill worker is known to be dead: as declined
       -> abandoned: the request has ended or moved on; StopPush sent; its pages stay quarantined until PushStopped
@@ -25,7 +26,7 @@ from cbdisagg.messages import Address, AttemptId, Generate, KvReady, Page, Prefi
 class Reservation:
     """`request` is None once it was abandoned. `pages`: what is to be written, from `first_page` of the sequence on.
 
-    `receiver_placed`: data and KvReady travel apart.
+    `receiver_placed`: data and KvReady travel apart. `held`: it lands at the end of the step that runs.
     """
 
     prefill: Address
@@ -34,6 +35,7 @@ class Reservation:
     receiver_placed: bool
     ready: KvReady | None = None
     landed: bool = False
+    held: bool = False
 
     @property
     def complete(self) -> bool:
@@ -99,6 +101,10 @@ class Handoffs:
         if ready is None or not ready.checksums:
             return []
         return [Check(ready.attempt, reservation.pages, ready.checksums)]
+
+    def held(self) -> list[Reservation]:
+        """Those that land at the end of the step that runs, also for requests that have ended meanwhile."""
+        return [reservation for reservation in self.reservations.values() if reservation.held]
 
     def abandon(self, request: Request) -> list[Effect]:
         """The request no longer wants it. Call before its pages are released."""

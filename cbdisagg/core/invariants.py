@@ -20,6 +20,7 @@ def check_worker(core: WorkerCore) -> None:
     _writers_are_known(core)
     _requests_are_in_one_place(core)
     _plans_hold_their_pages(core)
+    _held_landings_have_a_step_to_wait_for(core)
     _one_live_job_per_request(core)
     _tenants_are_those_here(core)
 
@@ -86,6 +87,12 @@ def _plans_hold_their_pages(core: WorkerCore) -> None:
         _require(
             target.attempt in core.supply, f"{request.spec.id} has a push of the forgotten attempt {target.attempt}"
         )
+
+
+def _held_landings_have_a_step_to_wait_for(core: WorkerCore) -> None:
+    for reservation in core.handoffs.held():
+        _require(reservation.complete, "a landing is held whose KV is not all here")
+        _require(bool(core.scheduler.flights), "a landing is held, and no step runs")
 
 
 def _one_live_job_per_request(core: WorkerCore) -> None:

@@ -4,6 +4,7 @@ Every token has a deadline: the first one arrival + TTFT, token k + 1 gamma x TP
 has been faster has banked slack, which is spent on prompts: a chunk is the largest whose step ends before the next
 token of any stream is due. A stream that keeps its deadlines keeps its TPOT however long its answer gets, so no length
 is guessed. All instants are on this worker's clock: ages travel, not clocks, so deadlines outlive moves and crashes.
+The first token starts the clock: one that comes from another worker in the middle of a step may wait for the end.
 
 A stream that lost its pages, with its worker or to an older one, is computed anew before all others: its client waits
 in the middle of an answer. Who cannot be served in time does not hold up the others: a new prompt that will be late
@@ -79,6 +80,19 @@ class Pace:
             return due
         last = stream.last_token if stream.last_token is not None else start
         return last + LATE_GAP * max(tpot_s, step_s)
+
+    def first_waits(self, request: Request, now: float, ends: float, step_s: float) -> bool:
+        """Whether its first token, which a prefill worker has drawn, is told when the step that runs here `ends`.
+
+        The second one comes `step_s` after that, whenever the first is told. If this is too late for a first one that
+        is told now, the first one waits, unless that made it late itself, or the stream can catch up: each later token
+        gains gamma x TPOT - `step_s`, to its longest possible end. A single gap that is too long is never made up for.
+        """
+        if ends > self.deadline(request):
+            return False
+        gap_s, due_s = ends + step_s - now, self.gamma * request.spec.targets.tpot_s
+        later = request.limit - len(request.tokens) - 2
+        return gap_s - due_s > max(0.0, later * (due_s - step_s)) or 0 < self.gap_s < gap_s
 
     # ------------------------------------------------------------------------------------------------- shares
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from cbdisagg.core.cost import Sums, Work, sums
 from cbdisagg.core.flow import Flow
 from cbdisagg.core.forecast import forecast
-from cbdisagg.core.pace import Pace, Shares
+from cbdisagg.core.pace import Pace, Shares, rows
 from cbdisagg.core.refit import Refit
 from cbdisagg.core.request import Request
 from cbdisagg.core.scheduler import Outcome, Scheduler
@@ -56,6 +56,13 @@ class Steps:
     def to_relieve(self, now: float) -> Request | None:
         """A stream that would better be decoded elsewhere, after a step."""
         return self._flow.pick(self._streams(), self.pace, self.refit.model, now)
+
+    def first_waits(self, request: Request, now: float) -> bool:
+        """Whether its first token, drawn by a prefill worker, is told at the end of the step that runs here."""
+        if not self.scheduler.flights:
+            return False
+        following = rows(self._streams()).rows(1, len(request.tokens) + 1)
+        return self.pace.first_waits(request, now, max(now, self._free_at), self.refit.model.sums_s(following))
 
     def forecast(self, taken: Collection[Request], now: float) -> Forecast:
         """`taken`: all requests that decode here, now or later."""

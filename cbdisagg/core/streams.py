@@ -25,7 +25,7 @@ class Streams:
         for token in sampled.ids:
             request.tokens.append(token)
             kept += 1
-            reason = _end(request, token)
+            reason = _end(request, token, len(request.tokens))
             if reason is not None:
                 break
         prompt_logprobs = (None, *request.scores) if request.wants_scores else ()
@@ -49,11 +49,18 @@ class Streams:
         return [Tell(apis[n], Tokens(tuple(new.values()))) for n, new in runs.items() if n in apis and new]
 
 
-def _end(request: Request, token: int) -> Literal["stop", "length"] | None:
+def ends(request: Request, sampled: Sampled) -> bool:
+    """Whether its stream would end with what was drawn."""
+    known = len(request.tokens)
+    return any(_end(request, token, known + n) is not None for n, token in enumerate(sampled.ids, 1))
+
+
+def _end(request: Request, token: int, known: int) -> Literal["stop", "length"] | None:
+    """`known`: tokens of the sequence, with this one."""
     sampling = request.spec.sampling
-    if token in sampling.end_ids and len(request.tokens) - request.prompt_len >= sampling.min_tokens:
+    if token in sampling.end_ids and known - request.prompt_len >= sampling.min_tokens:
         return "stop"
-    return "length" if len(request.tokens) >= request.limit else None
+    return "length" if known >= request.limit else None
 
 
 def _finish(request: Request, reason: Literal["stop", "length"], now: float) -> Finish:

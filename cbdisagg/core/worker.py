@@ -43,7 +43,7 @@ from cbdisagg.core.request import JobTarget, Request, State, Trigger
 from cbdisagg.core.scheduler import Limits, Scheduler
 from cbdisagg.core.sense import wrong_kv, wrong_prefill, wrong_request
 from cbdisagg.core.steps import Steps
-from cbdisagg.core.streams import Streams
+from cbdisagg.core.streams import Streams, ends
 from cbdisagg.core.supply import Supply
 from cbdisagg.core.turns import Turns
 from cbdisagg.messages import (
@@ -124,7 +124,7 @@ class WorkerCore:
             case Landed(attempt):
                 self._complete(self.handoffs.landed(attempt))
             case Checked(attempt, damaged):
-                self._land(self.handoffs.reservations.get(attempt), damaged)
+                self._checked(self.handoffs.reservations.get(attempt), damaged)
             case Leave():
                 self._leave()
             case Connected():
@@ -334,17 +334,29 @@ class WorkerCore:
         if checks:
             self._effects += checks
         else:
-            self._land(reservation, ())
+            self._checked(reservation, ())
 
-    def _land(self, reservation: Reservation | None, damaged: tuple[int, ...]) -> None:
-        """It runs: with the token that the prefill worker has drawn, or from where the worker that ran it stopped."""
+    def _checked(self, reservation: Reservation | None, damaged: tuple[int, ...]) -> None:
+        """Its pages are as they were sent, but for those `damaged`: it lands, now or when the step that runs ends."""
         if reservation is None or reservation.ready is None:
             return
-        ready = reservation.ready
+        if not damaged and self._first_waits(reservation, reservation.ready):
+            reservation.held = True
+        else:
+            self._land(reservation, reservation.ready, damaged)
+
+    def _first_waits(self, reservation: Reservation, ready: KvReady) -> bool:
+        request = reservation.request
+        if request is None or request.first_token is not None or ready.moved is not None:
+            return False
+        return not ends(request, ready.sampled) and self.steps.first_waits(request, self._now)
+
+    def _land(self, reservation: Reservation, ready: KvReady, damaged: tuple[int, ...]) -> None:
+        """It runs: with the token that the prefill worker has drawn, or from where the worker that ran it stopped."""
         request, effects = self.handoffs.settle(ready.attempt)
         self._effects += effects
         if request is None:
-            return  # it has ended while its pages were checked
+            return  # it has ended while its pages were checked, or its first token waited
         request.queue_s, request.prefill_s = ready.queue_s, ready.prefill_s
         if ready.moved is not None:
             self._adopt(request, ready, ready.moved)
@@ -493,6 +505,9 @@ class WorkerCore:
                 if target is not None and target.closing and not request.ended:
                     reach = min(slice_.start + slice_.count, target.end * self.info.page_size)
                     self._hand_over(request, target, reach)
+        for reservation in self.handoffs.held():
+            if reservation.ready is not None:
+                self._land(reservation, reservation.ready, ())
         self.reporter.stepped(decode, prefill)
         self._ask_for_relief()
 

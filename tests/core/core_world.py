@@ -50,9 +50,11 @@ from cbdisagg.core.events import (
 from cbdisagg.core.invariants import check_coordinator, check_worker
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.messages import (
+    COARSE,
     RECEIVER_PLACED,
     Address,
     AttemptId,
+    Costs,
     Lead,
     Logprobs,
     Members,
@@ -111,7 +113,8 @@ def expected_output(prompt: list[int], sampling: Sampling, max_len: int) -> list
 class Setting:
     """What a world is made of. `roles`: one worker each, and the config is told so.
 
-    `kind`: how pages move, by pair of names ("" for no way). `step_s`: what a step of so many slices takes.
+    `kind`: how pages move, by pair of names ("" for no way). `step_s`: what a step of so many slices takes; `costs`:
+    what workers think at first that it does.
     """
 
     roles: tuple[Role, ...]
@@ -123,6 +126,7 @@ class Setting:
     checksums: bool = False
     kind: Callable[[str, str], str] = lambda prefill, decode: "shm"
     step_s: Callable[[int], float] = lambda slices: 0.01
+    costs: Costs = COARSE
 
     def __post_init__(self) -> None:
         workers = tuple(Workers(role) for role in self.roles)
@@ -250,7 +254,8 @@ class WorkerActor(Actor):
         super().__init__(world, address)
         setting = world.setting
         pool = PoolInfo(0, 0, "", 0, 0, 1, setting.pages, 64, "")
-        self.info = WorkerInfo(address, role, "host", "f", pool, setting.page_size, setting.max_batch, setting.max_len)
+        size, most, longest = setting.page_size, setting.max_batch, setting.max_len
+        self.info = WorkerInfo(address, role, "host", "f", pool, size, most, longest, setting.costs)
         self.core = WorkerCore(self.info, setting.config, setting.plans_ahead)
         self.pool = [[0] * setting.page_size for _ in range(setting.pages)]
         self.slots: dict[int, FakeSlot] = {}

@@ -408,6 +408,13 @@ MUTATIONS = [
     ),
     Mutation(
         12,
+        "a first token that waits is forgotten",
+        instead(Handoffs, "held", lambda self: []),
+        "first waits",
+        "has not ended",
+    ),
+    Mutation(
+        12,
         "a resubmission's prompt is all that is known",
         changed(Client, "_generate", fold_output),
         "D dies, all late",

@@ -85,12 +85,16 @@ class Service(RuleBasedStateMachine):
 
     # ---------------------------------------------------------------------------------------------- the users
 
-    @rule(requests=st.lists(st.tuples(prompts, samplings), min_size=1, max_size=4), siblings=st.booleans())
-    def submit(self, requests: list[tuple[list[int], Sampling]], siblings: bool) -> None:
+    @rule(
+        requests=st.lists(st.tuples(prompts, samplings), min_size=1, max_size=4),
+        siblings=st.booleans(),
+        tpot_s=st.sampled_from([0.05, 0.001]),  # with the latter first tokens wait for the end of a step
+    )
+    def submit(self, requests: list[tuple[list[int], Sampling]], siblings: bool, tpot_s: float) -> None:
         first = None
         for prompt, sampling in requests:
             shared = prompt if first is None else list(unpack(first.request.prompt))
-            stream = self.world.api.submit(shared, sampling, Targets(0.5, 0.05), first)
+            stream = self.world.api.submit(shared, sampling, Targets(0.5, tpot_s), first)
             first = (first or stream) if siblings else None
 
     @precondition(lambda self: any(not stream.ended for stream in self.world.api.streams))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from core_world import Setting
 from walk import Scenario
-from walk_world import APIS, COORDINATORS, WORKER, Ask, Asked
+from walk_world import APIS, COORDINATORS, TARGETS, WORKER, Ask, Asked
 
 from cbdisagg.config import Config, Kv, Policy, Scheduler
-from cbdisagg.messages import Sampling
+from cbdisagg.messages import Sampling, Targets
 
 SPLIT, CROSSED, ALONE = ("prefill", "decode"), ("any", "any"), ("any",)
 PROMPT = (APIS, COORDINATORS)
@@ -47,14 +47,15 @@ def setting(
     )
 
 
-def asked(*prompts: str, tokens: int = 2) -> Asked:
+def asked(*prompts: str, tokens: int = 2, targets: Targets = TARGETS) -> Asked:
     """Prompts as digits, one token each."""
-    return tuple(Ask(tuple(map(int, prompt)), Sampling(max_tokens=tokens)) for prompt in prompts)
+    return tuple(Ask(tuple(map(int, prompt)), Sampling(max_tokens=tokens), targets=targets) for prompt in prompts)
 
 
 ONE, TWO = asked("123"), asked("123", "221")
 LONG = asked("12312", "22")  # the first has three pages, pushed one by one with a budget of two tokens
 STAY = asked("123", tokens=4)  # decodes for a while
+HURRIED = asked("123", "221", tokens=3, targets=Targets(0.5, 0.001))  # a first token waits whenever a step runs
 
 SCENARIOS = [
     Scenario("cancel", setting(), TWO, {"cancel": 2}, most=2, prompt=PROMPT, floor=9_200),
@@ -148,6 +149,27 @@ SCENARIOS = [
         "one token", setting(), asked("123", "22", tokens=1), {"cancel": 1, KILL_P: 1}, most=2, prompt=PROMPT, floor=600
     ),
     Scenario("checksums", setting(checksums=True), TWO, {"cancel": 1, KILL_P: 1}, prompt=PROMPT, floor=2_700),
+    Scenario("first waits", setting(), HURRIED, {"cancel": 2}, most=2, prompt=PROMPT, floor=45_000),
+    Scenario("first waits, P dies", setting(), HURRIED, {KILL_P: 1, RESTART_P: 1}, most=2, prompt=PROMPT),
+    Scenario(
+        "first waits, checksums",
+        setting(checksums=True),
+        HURRIED,
+        {"cancel": 1, KILL_P: 1},
+        prompt=PROMPT,
+        floor=11_000,
+    ),
+    Scenario(
+        "first waits, ahead, data apart",
+        setting(kind="zmq", plans_ahead=1),
+        HURRIED,
+        {"cancel": 1, KILL_P: 1},
+        prompt=PROMPT,
+        floor=14_000,
+    ),
+    Scenario("first waits, no room", setting(pages=4), HURRIED, {"cancel": 1, KILL_P: 1}, prompt=PROMPT, floor=5_800),
+    Scenario("first waits, leaves", setting(CROSSED), HURRIED, {"leave any-0": 1}, prompt=PROMPT, floor=16_000),
+    Scenario("first waits, api", setting(), HURRIED, {"api": 1}, floor=6_900),
     Scenario("leaves", setting(CROSSED), STAY, {"leave any-0": 1, "cancel": 1}, most=2, prompt=PROMPT, floor=6_000),
     Scenario(
         "leaves, ahead",
@@ -220,6 +242,7 @@ SCENARIOS = [
 ]
 
 LARGE = [
+    Scenario("first waits, P is suspected", setting(), HURRIED, {"suspect prefill-0": 1}, prompt=PROMPT, floor=710_000),
     Scenario("cancel, all late", setting(), TWO, {"cancel": 1}, floor=17_000),
     Scenario("P dies, two, all late", setting(), TWO, {KILL_P: 1}, floor=160_000),
     Scenario("D dies, two, all late", setting(), TWO, {KILL_D: 1}, floor=460_000),

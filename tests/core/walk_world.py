@@ -47,6 +47,7 @@ class Ask(NamedTuple):
     prompt: tuple[int, ...]
     sampling: Sampling
     sibling: bool = False
+    targets: Targets = TARGETS
 
 
 Asked: TypeAlias = tuple[Ask, ...]
@@ -172,8 +173,8 @@ class Tables:
             case ("land", sender, number):
                 actor.land(sender, self.data[number])
             case ("ask", n):
-                prompt, sampling, sibling = self.asked[n]
-                actor.submit(list(prompt), sampling, TARGETS, actor.streams[0] if sibling else None)
+                prompt, sampling, sibling, targets = self.asked[n]
+                actor.submit(list(prompt), sampling, targets, actor.streams[0] if sibling else None)
             case ("cancel", n):
                 actor.cancel(actor.streams[n])
             case ("miss", incarnation):
