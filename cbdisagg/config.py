@@ -90,8 +90,9 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
 
     `rho`: a worker may be filled until its step takes this part of the TPOT target; 0: requests stay where they were
     prefilled. `eta`: a chunk rides in a step with decodes only if each second that it adds there saves at least so
-    many seconds of prefill alone; 0: always. `gamma`: token k of a stream is due by gamma x TPOT x k after its first.
-    `pin_prefill`, `pin_decode`: so many workers do nothing else. aggregate and disaggregate set all of these but gamma.
+    many seconds of prefill alone, which is about 1 on a CPU and 2 to 30 on a GPU; 0: always. `gamma`: token k of a
+    stream is due by gamma x TPOT x k after its first. `pin_prefill`, `pin_decode`: so many workers do nothing else.
+    aggregate and disaggregate set all of these but gamma.
 
     `admission`: who comes too late for the targets waits (queue), or is refused at once (early-reject).
     `queue_limit`: requests that may wait for a worker before new ones get 429. `tuner`: choose rho, eta, gamma and pins
