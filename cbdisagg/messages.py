@@ -478,8 +478,8 @@ class Forecast(Struct, frozen=True, array_like=True):
     step of decodes. `tpot_s`: the tightest target of those that decode here, 0 if there are none.
 
     Prompts: `free_s` until the step that runs has ended; the next one may hold `chunk` tokens of them beside what
-    decodes now, and takes `full_s` with all of these, `chunk_s[k]` with 2^k; further ones hold `steady` tokens, within
-    the targets of what decodes, and take `token_s` for each. A prompt takes `square_s` x tokens^2 more.
+    decodes now, and takes `full_s` with all of these, be they none, `chunk_s[k]` with 2^k; further ones hold `steady`
+    tokens, within the targets of what decodes, and take `token_s` for each. A prompt takes `square_s` x tokens^2 more.
     """
 
     step_s: float = 0.0

@@ -90,6 +90,9 @@ class Board:
     def unlink(self, prefill: Address, decode: Address) -> None:
         self._links.get(decode, {}).pop(prefill, None)
 
+    def view(self, worker: Address) -> View:
+        return self._views[worker]
+
     def has(self, serves: Serves) -> bool:
         """Is there anybody who serves?"""
         return any(serves(worker) for worker in self._names)

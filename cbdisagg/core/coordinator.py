@@ -134,7 +134,7 @@ class CoordinatorCore:
     def _return(self, source: Address, message: Return) -> None:
         known = source.incarnation in self.workers and message.request.id.api in self.apis
         if known and self.reported:
-            self._effects += self.placement.give_back(source, message.request, message.late)
+            self._effects += self.placement.give_back(source, message.request, message.late, self._now)
 
     def _steer(self, message: Steer) -> None:
         """Decide by these knobs from now on, here and in the workers."""

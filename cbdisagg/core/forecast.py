@@ -35,7 +35,7 @@ def forecast(
         tpot_s=min((request.spec.targets.tpot_s for request in taken), default=0.0),
         free_s=starts - now,
         chunk=chunk,
-        full_s=cost.sums_s(_with(beside, chunk)) if chunk else 0.0,
+        full_s=cost.sums_s(_with(beside, chunk) if chunk else alone),
         chunk_s=tuple(cost.sums_s(_with(beside, 1 << k)) for k in range((pace.token_budget - 1).bit_length() + 1)),
         steady=steady,
         token_s=each_s,
@@ -50,6 +50,21 @@ def prompts_s(known: Forecast, tokens: int) -> float:
     steps, rest = divmod(tokens - known.chunk, known.steady)
     last_s = max(rest * known.token_s, _chunk_s(known.chunk_s, rest)) if rest else 0.0
     return known.full_s + steps * known.steady * known.token_s + last_s
+
+
+def prompts_before(known: Forecast, tokens: int, start: float, streams: int, at: float) -> tuple[int, float]:
+    """What a prompt finds that arrives `at`, where `tokens` of prompts are computed from `start` on: how many of them
+    come before it yet, and the seconds until the first step that may hold it. Streams take step after step.
+    """
+    begun_s = at - start
+    if begun_s < 0:
+        return tokens, -begun_s
+    needed_s = prompts_s(known, tokens)
+    if begun_s >= needed_s:
+        return 0, (needed_s - begun_s) % known.step_s if streams and known.step_s else 0.0
+    if tokens <= known.chunk:
+        return 0, needed_s - begun_s  # all are in a step that runs, and nobody joins that
+    return tokens - int(tokens * begun_s / needed_s), 0.0
 
 
 def _chunk_s(points: Sequence[float], tokens: int) -> float:

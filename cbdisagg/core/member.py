@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cbdisagg.core.policy import View, look
+from cbdisagg.core.forecast import prompts_before
+from cbdisagg.core.policy import HOP_S, View, look
 from cbdisagg.core.residency import Residency
 from cbdisagg.messages import Address, Load, Role, WorkerInfo
 
@@ -21,8 +22,8 @@ _FIRST_BETWEEN_S = 1.0  # before two have been seen
 @dataclass(slots=True)
 class Member:
     """`submitted` counts the Submits sent to it; `unseen` holds (count, prompt tokens) of those that its Load does not
-    include. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt tokens) of those it has not had yet.
-    `routed` is the sum of the former's tokens, `owed` of the latter's.
+    include, `routed` is the sum of these tokens. Jobs reach it by way of a decode worker: `jobs` holds (time, prompt
+    tokens) of those it has not had yet. `queued_tokens` of prompts are to be computed, from `free_at` on.
     `between_ends_s`: from the end of one request there to the next, lately.
     """
 
@@ -35,7 +36,8 @@ class Member:
     unseen: list[tuple[int, int]] = field(default_factory=list)
     jobs: list[tuple[float, int]] = field(default_factory=list)
     routed: int = 0
-    owed: int = 0
+    queued_tokens: int = 0
+    free_at: float = 0.0
     suspect: bool = False
     leaving: bool = False
     between_ends_s: float = _FIRST_BETWEEN_S
@@ -53,15 +55,25 @@ class Member:
         free = self.info.max_batch - self.load.running - self.load.reserved
         return self.load.waiting + max(0, len(self.unseen) - max(0, free))
 
-    def submit(self, tokens: int) -> None:
+    def submit(self, tokens: int, now: float) -> None:
         self.submitted += 1
         self.unseen.append((self.submitted, tokens))
         self.routed += tokens
+        self._queue(tokens, now)
 
     def expect(self, tokens: int, now: float) -> None:
         """A job will come by way of a decode worker."""
         self.jobs.append((now, tokens))
-        self.owed += tokens
+        self._queue(tokens, now)
+
+    def _queue(self, tokens: int, now: float) -> None:
+        """Behind those that will not have been computed when it gets there."""
+        if self.load is not None:
+            at = now + HOP_S
+            known, streams = self.load.forecast, self.load.decodes
+            self.queued_tokens, wait_s = prompts_before(known, self.queued_tokens, self.free_at, streams, at)
+            self.free_at = at + wait_s
+        self.queued_tokens += tokens
 
     def hear(self, load: Load, now: float) -> None:
         if self.load is None or load.counters.steps != self.load.counters.steps or not load.busy:
@@ -71,7 +83,8 @@ class Member:
         self.unseen = [(count, tokens) for count, tokens in self.unseen if count > load.received]
         self.jobs = [(at, tokens) for at, tokens in self.jobs[come:] if now - at < UNSEEN_S]
         self.routed = sum(tokens for _, tokens in self.unseen)
-        self.owed = sum(tokens for _, tokens in self.jobs)
+        self.queued_tokens = load.queued_tokens + self.routed + sum(tokens for _, tokens in self.jobs)
+        self.free_at = now + load.forecast.free_s
 
     def end(self, now: float) -> None:
         """A request has ended there."""
@@ -90,12 +103,12 @@ class Member:
             self.info.role,
             pin,
             load.forecast,
-            self.heard_at,
+            self.free_at,
             sequences=load.running + load.reserved + load.waiting + len(self.unseen),
             unseen=len(self.unseen),
             streams=load.decodes,
             max_batch=self.info.max_batch,
-            queued_tokens=load.queued_tokens + self.routed + self.owed,
+            queued_tokens=self.queued_tokens,
             room=(load.pages_total - held) * self.info.page_size - self.routed,
             between_ends_s=self.between_ends_s,
         )

@@ -81,7 +81,8 @@ class Placement:
         cached = self._holders(request, hashes)
         decision = self.decide(request, wanted, cached, now)
         if self.config.policy.admission == "early-reject" and not request.submission and decision.reason != "sibling":
-            refused = refusal(decision, wanted, self._between_ends_s)
+            alone_s = self.board.view(decision.prefill).alone_s(wanted.tokens, cached.get(decision.prefill, 0))
+            refused = refusal(decision, alone_s, wanted, self._between_ends_s)
             if refused is not None:
                 text, after_s = refused
                 self._count("rejected", "unattainable")
@@ -120,7 +121,7 @@ class Placement:
         elif placed.source == sender:
             placed.source = None  # handed over
 
-    def give_back(self, source: Address, request: Generate, late: bool) -> list[Effect]:
+    def give_back(self, source: Address, request: Generate, late: bool, now: float) -> list[Effect]:
         """A worker that leaves, or that is late, wants to be rid of a request. It stays there if nobody can take it."""
         placed = self.placed.get(request.id)
         if placed is not None and (placed.submission > request.submission or placed.decode != source):
@@ -128,18 +129,18 @@ class Placement:
         everybody = self.board.everybody(self._serves)
         if not late:
             to = move_target(everybody, source)
-            return [self._move(request, source, to)] if to is not None else []
+            return [self._move(request, source, to, now)] if to is not None else []
         wanted = _wanted(request)
         decision = relief(everybody, source, self.knobs, wanted)
         if decision is None:
             return []
         self._count(decision.kind, decision.reason)
-        return [*self._trace(request, decision, wanted), self._move(request, source, decision.decode)]
+        return [*self._trace(request, decision, wanted), self._move(request, source, decision.decode, now)]
 
-    def _move(self, request: Generate, source: Address, to: Address) -> Effect:
+    def _move(self, request: Generate, source: Address, to: Address, now: float) -> Effect:
         self.placed[request.id] = Placed(request.submission, to, source)
         taker = self.workers[to.incarnation]
-        taker.submit(0)
+        taker.submit(0, now)
         self.look_at(taker)
         self._sent(taker, split_hashes(request.hashes))
         return Tell(to, Submit(request, Route(source, to), self.term, moves=True))
@@ -149,7 +150,7 @@ class Placement:
         tokens = (len(request.prompt) + len(request.output)) // 4
         prefill, decode = self.workers[decision.prefill.incarnation], self.workers[decision.decode.incarnation]
         missing = tokens - cached
-        decode.submit(missing if prefill is decode else 0)
+        decode.submit(missing if prefill is decode else 0, now)
         if prefill is not decode:
             prefill.expect(missing, now)
             self.look_at(prefill)
@@ -204,7 +205,7 @@ class Placement:
         if pair.kind and not prefill.suspect:
             pool = decode.info.pool
             token_bytes = pool.layers * pool.page_bytes // decode.info.page_size
-            self.board.link(Link(pair.prefill, pair.decode, pair.bytes_per_s, token_bytes))
+            self.board.link(Link(pair.prefill, pair.decode, pair.bytes_per_s, token_bytes, pool.layers))
         else:
             self.board.unlink(pair.prefill, pair.decode)
 

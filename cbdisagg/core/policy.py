@@ -16,15 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cbdisagg.core.forecast import prompts_s
+from cbdisagg.core.forecast import prompts_before, prompts_s
 from cbdisagg.messages import Address, Forecast, Knobs, Role
 
 HANDOVER_S = 0.002  # messages and scheduling of one hand-over; the bytes are counted apart
 HOP_S = 0.0005  # until a request that is sent to a worker is seen there
 GRID_S = 0.005
 """Predictions closer than this are equal: the load then decides."""
-MARGIN = 0.9
-"""A first token that is predicted later than this part of its target counts as late: predictions are off by as much."""
+DOUBT = 0.2
+"""By this part longer than predicted a prompt may wait for others. What it takes itself is known better."""
 GAIN = 0.8
 """A running request moves only to a worker whose step with it takes at most this part of the step that it leaves."""
 
@@ -57,8 +57,8 @@ class View:
     """One worker as the coordinator sees it: its last Load, plus what was routed to it since.
 
     `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting; `streams`: that
-    decode now. `place_s`: until a sequence has ended whose place a new one takes. `free_at`: when the step ends, or has
-    ended, that ran when it was last heard. `step_s`: a step with all sequences and one more, but for its context.
+    decode now. `place_s`: until a sequence has ended whose place a new one takes. `free_at`: from when on the
+    `queued_tokens` of prompts are computed. `step_s`: a step with all sequences and one more, but for its context.
     `room`: tokens of KV.
     """
 
@@ -78,16 +78,21 @@ class View:
     def ttft_s(self, tokens: int, cached: int, now: float) -> float:
         """Until the first token of a prompt of which so many are cached here: from the next step on that has a place.
 
-        Streams take step after step, whether it is heard of them or not.
+        Steps go on, whether it is heard of them or not.
         """
+        queued, wait_s = prompts_before(self.forecast, self.queued_tokens, self.free_at, self.streams, now + HOP_S)
+        return self.place_s + HOP_S + wait_s + self._computed_s(queued, tokens, cached)
+
+    def alone_s(self, tokens: int, cached: int) -> float:
+        """The part of it that does not depend on other prompts, nor on when it comes."""
+        return HOP_S + self._computed_s(0, tokens, cached)
+
+    def _computed_s(self, queued: int, tokens: int, cached: int) -> float:
+        """From the start of a step, behind so many queued tokens."""
         known = self.forecast
-        left_s = self.free_at - now - HOP_S
-        if left_s < 0:
-            left_s = left_s % known.step_s if self.streams and known.step_s else 0.0
         missing = max(1, tokens - cached)
         squares = tokens * tokens - (tokens - missing) ** 2
-        computed_s = prompts_s(known, self.queued_tokens + missing) + known.square_s * squares
-        return self.place_s + HOP_S + left_s + computed_s
+        return prompts_s(known, queued + missing) + known.square_s * squares
 
     @property
     def wait_s(self) -> float:
@@ -116,7 +121,7 @@ def look(
     role: Role,
     pin: Role,
     forecast: Forecast,
-    heard_at: float = 0.0,
+    free_at: float = 0.0,
     *,
     sequences: int,
     unseen: int,
@@ -142,7 +147,7 @@ def look(
         queued_tokens=queued_tokens,
         forecast=forecast,
         place_s=lacking * between_ends_s,
-        free_at=heard_at + forecast.free_s,
+        free_at=free_at,
         step_s=forecast.step_s + joining * forecast.row_s,
         room=room,
     )
@@ -150,15 +155,22 @@ def look(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A tested way from a prefill to a decode worker. `token_bytes`: KV bytes of one token."""
+    """A tested way from a prefill to a decode worker. `token_bytes`: KV bytes of one token, in all `layers`."""
 
     prefill: Address
     decode: Address
     bytes_per_s: float
     token_bytes: int
+    layers: int = 1
 
-    def seconds(self, tokens: int) -> float:
-        return HANDOVER_S + (tokens * self.token_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+    def seconds(self, tokens: int, computed_s: float) -> float:
+        """What a hand-over adds. Pages go layer by layer while the prompt is computed, in `computed_s`: what is left of
+        them then is the last layer, or by what the way is slower.
+        """
+        if not self.bytes_per_s:
+            return HANDOVER_S
+        pushed_s = tokens * self.token_bytes / self.bytes_per_s
+        return HANDOVER_S + max(pushed_s / self.layers, pushed_s - computed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +292,15 @@ def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Decis
     return None
 
 
-def refusal(decision: Decision, wanted: Wanted, between_ends_s: Callable[[Address], float]) -> tuple[str, float] | None:
+def refusal(
+    decision: Decision, alone_s: float, wanted: Wanted, between_ends_s: Callable[[Address], float]
+) -> tuple[str, float] | None:
     """Why this request should not be let in, and after how many seconds it could be; None: it can be served in time.
 
-    0 seconds: never, for it would be late with the workers to itself.
+    `alone_s`: what it would wait for its first token without other prompts. 0 seconds: never, for it would be late with
+    the workers to itself.
     """
-    late_s = decision.ttft_s - MARGIN * wanted.ttft_s
+    late_s = decision.ttft_s - alone_s - (wanted.ttft_s - alone_s) / (1 + DOUBT)
     if late_s > 0:
         text, after_s = f"the first token would take {decision.ttft_s:.2g} s", late_s
     elif decision.breaks:
@@ -373,7 +388,9 @@ def _hand_over(
         prefill.address,
         decode.address,
         reason,
-        decode.place_s + sight.ttft_s(prefill, wanted.tokens) + link.seconds(missing),
+        decode.place_s
+        + sight.ttft_s(prefill, wanted.tokens)
+        + link.seconds(missing, missing * prefill.forecast.token_s),
         *seat,
         prefill.idle and decode.idle,
     )

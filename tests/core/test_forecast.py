@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cbdisagg.core.cost import NOTHING, CostModel
-from cbdisagg.core.forecast import forecast, prompts_s
+from cbdisagg.core.forecast import forecast, prompts_before, prompts_s
 from cbdisagg.core.member import UNSEEN_S, Member
 from cbdisagg.core.pace import Pace, rows
 from cbdisagg.core.policy import HOP_S, View, look
@@ -105,7 +106,7 @@ def test_the_more_streams_have_banked_the_sooner_a_prompt_is_done() -> None:
 
 def seen(known: Forecast, *, heard_at: float = 10.0, queued: int = 0, streams: int = 0) -> View:
     return look(
-        ME, "any", "any", known, heard_at, sequences=streams, unseen=0, streams=streams, max_batch=16,
+        ME, "any", "any", known, heard_at + known.free_s, sequences=streams, unseen=0, streams=streams, max_batch=16,
         queued_tokens=queued, room=10_000, between_ends_s=1.0,
     )  # fmt: skip
 
@@ -124,9 +125,21 @@ def test_streams_take_step_after_step_unheard() -> None:
 
 def test_what_is_queued_shares_the_step() -> None:
     """Two short prompts in one step take little more than one."""
-    known = forecast(COST, PACE, [], [], 0.0, 0.0)
+    known = replace(forecast(COST, PACE, [], [], 0.0, 0.0), free_s=0.01)
     one, two = seen(known).ttft_s(4, 0, 10.0), seen(known, queued=4).ttft_s(4, 0, 10.0)
     assert one < two < 1.1 * one
+
+
+def test_what_is_queued_is_computed_while_nobody_tells_of_it() -> None:
+    """100 tokens a second. A step that holds them all is not joined; of more than that, what is left counts."""
+    known = Forecast(step_s=0.2, chunk=8, full_s=0.08, chunk_s=(0.01, 0.02, 0.04, 0.08), steady=8, token_s=0.01)
+    found = [prompts_before(known, 8, 10.0, 0, at) for at in (9.5, 10.0, 10.02, 10.07, 10.5)]
+    assert [tokens for tokens, _ in found] == [8, 0, 0, 0, 0]
+    assert [wait_s for _, wait_s in found] == pytest.approx([0.5, 0.08, 0.06, 0.01, 0.0])
+    left = [prompts_before(known, 40, 10.0, 0, at)[0] for at in (9.0, 10.0, 10.1, 10.3, 10.4)]
+    assert left == pytest.approx([40, 40, 30, 10, 0], abs=1)
+    (_, wait_s) = prompts_before(known, 8, 10.0, 2, 10.13)
+    assert wait_s == pytest.approx(0.15), "streams have gone on from the end of that step"
 
 
 # ------------------------------------------------------------------------------------------ jobs on their way
@@ -153,7 +166,7 @@ def queued(member: Member) -> int:
 
 def test_a_job_counts_until_the_worker_says_that_it_has_come(member: Member) -> None:
     member.expect(100, 0.0)
-    member.expect(50, 0.1)
+    member.expect(50, 0.0)
     assert queued(member) == 150
     member.hear(load(1, queued=100), 0.2)
     assert queued(member) == 150, "the first one is in the Load now, and only there"

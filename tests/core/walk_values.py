@@ -134,7 +134,7 @@ OMITTED: dict[type, frozenset[str]] = {
     **dict.fromkeys((Placement, Crosswise), frozenset({"config", "term", "workers", "knobs", "_serves"})),
     View: frozenset({"forecast", "free_at", "place_s", "step_s"}),  # all alike here
     Member: frozenset(
-        {"heard_at", "progress_at", "jobs", "owed", "between_ends_s", "ended_at"}
+        {"heard_at", "progress_at", "jobs", "queued_tokens", "free_at", "between_ends_s", "ended_at"}
     ),  # silence is a fault here, no timer
     Client: frozenset({"resumed", "stats", "_now", "_tell", "_model", "_page_size", "_incarnation"}),
     Stream: frozenset({"request", "born", "began", "_cancel", "_unread", "_waiter"}),
