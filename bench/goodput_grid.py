@@ -46,7 +46,8 @@ class Cell(Struct, frozen=True):
     baselines the best, and those that were the best until it was found.
 
     `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
-    would be late. `knobs`: those of `tuned`. `overloaded`: what is left of its goodput at OVERLOAD times that rate, as
+    would be late, and does so even if it keeps up with a little less (sim/tune.py: PRICE). `knobs`: those of `tuned`.
+    `overloaded`: what is left of its goodput at OVERLOAD times that rate, as
     a part of the most that it reaches at any load; `queue_left`: the same of the policy as it comes, which refuses
     nobody.
     """
@@ -188,7 +189,6 @@ def cells(
         queued = search.run(turns, begun | {name: _splits(starts)[name] for name in list(split)[-1:]})
         tuned = Search(config, lab, goal, TURNED).run(turns, {"queued": queued.best})
         chunks = best_of(_services(config, lab, _chunks(AGGREGATE), LOOSE), goal, queued.sustained)
-        most = max(queued.sustained, tuned.sustained)
         best, usual = (longer.service(changed(config, {**targeted(goal), **v})) for v in (tuned.best, FREE))
         yield Cell(
             profile=lab.profile.model,
@@ -203,9 +203,9 @@ def cells(
             disaggregation={name: rate / workers for name, rate in split.items()},
             default=queued.starts[POLICY] / workers,
             queued=queued.sustained / workers,
-            tuned=most / workers,
+            tuned=tuned.sustained / workers,
             knobs=dict(tuned.best),
-            overloaded=left_at(OVERLOAD, best, goal, most),
+            overloaded=left_at(OVERLOAD, best, goal, tuned.sustained),
             queue_left=left_at(OVERLOAD, usual, goal, queued.starts[POLICY]),
         )
 

@@ -90,6 +90,8 @@ def _why(what: str, key: str, config: Config, trials: Sequence[Trial]) -> str:
         return "set by the mode, so this value has no effect"
     tried = [trial for trial in trials if trial.what == what]
     kept = [trial for trial in tried if trial.kept]
+    if kept and kept[-1].price and kept[-1].raised <= 0:
+        return f"{kept[-1].gain}: who is let in then is served in time"
     if kept:
         first = [] if kept[0].best else [kept[0].gain]
         gained = sum(trial.raised for trial in kept)

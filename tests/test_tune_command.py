@@ -109,6 +109,13 @@ def test_what_the_mode_sets_is_not_said_to_have_been_left_untried() -> None:
     assert "no effect" not in free and "not tried" in free
 
 
+def test_refusing_for_an_overload_is_given_as_the_reason() -> None:
+    config = Config(policy=Policy(admission="early-reject"), profile=ProfileFile(path="p.json"))
+    taken = Trial("policy.admission", {"policy.admission": "early-reject"}, 2.0, 0.8, 0.8, 2.0, 1.99, price=0.02)
+    text = as_toml(config, Tuned({}, 1.99, {"policy": 2.0}, [taken]), Origin("x", ()))
+    assert "-0.5% requests/s, for an overload: who is let in then is served in time" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

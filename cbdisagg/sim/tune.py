@@ -6,6 +6,9 @@ better baseline, for that has been tried: it can lose to it only by what the sim
 
 A trial costs one run: the new setting is asked at the lowest rate at which the best one so far fails; only if it meets
 the goal there, or comes nearer to it, its own rate is looked for.
+
+At the rate that a service keeps up with nobody has to be refused, so often that gains nothing; but with more requests
+than that, one that refuses nobody has almost none in time. So at the end refusing is taken for as good as free.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TypeAlias
 
 from cbdisagg.config import Config
@@ -35,8 +39,12 @@ class Knob:
     meaning: str
 
 
+ADMISSION = "policy.admission"
+REFUSING: Values = MappingProxyType({ADMISSION: "early-reject"})
+PRICE = 0.02
+"""What refusing may cost, as a part of the rate that is kept up with: of some hundred requests, less is chance."""
 KNOBS = (
-    Knob("policy.admission", ("queue", "early-reject"), "whether a request that would be late is refused at once"),
+    Knob(ADMISSION, ("queue", "early-reject"), "whether a request that would be late is refused at once"),
     Knob("policy.rho", (0.0, 0.5, 0.7, 0.8, 0.9, 1.0), "how full a decode step may be, as a part of the TPOT target"),
     Knob("policy.eta", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0), "what a mixed chunk must save of a step of its own"),
     Knob("policy.gamma", (0.9, 0.95, 0.98, 1.0), "each token's deadline, as a part of the TPOT target"),
@@ -51,7 +59,8 @@ class Trial:
     """`values` in place of the best so far, at `rate`: the part of the requests within the targets there.
 
     `before`: that of the best so far at the same rate; `best`: what that one keeps up with. `sustained`: what this one
-    does, if it was looked for. `what`: a knob's key, or "pins".
+    does, if it was looked for. `what`: a knob's key, or "pins". `price`: by what part less it may keep up with, for
+    what it is worth otherwise.
     """
 
     what: str
@@ -61,11 +70,15 @@ class Trial:
     before: float
     best: float
     sustained: float | None
+    price: float = 0.0
 
     @property
     def kept(self) -> bool:
-        """It keeps up with more, or nothing has kept up so far and this comes nearer."""
-        return self.sustained is not None and (self.sustained > self.best or not self.best)
+        """It keeps up with more, or with enough for its price, or nothing has kept up so far and this comes nearer."""
+        if self.sustained is None:
+            return False
+        least = (1 - self.price) * self.best
+        return self.sustained > self.best or not self.best or (self.price > 0 and self.sustained >= least)
 
     @property
     def gain(self) -> str:
@@ -73,12 +86,12 @@ class Trial:
         if not self.kept:
             return "no better"
         if self.best:
-            return f"+{self.raised:.1%} requests/s"
+            return f"{self.raised:+.1%} requests/s" + (", for an overload" if self.raised <= 0 else "")
         return "the first that keeps up" if self.sustained else "nearer to the goal, which nothing reached before"
 
     @property
     def raised(self) -> float:
-        """By what part of what the best so far keeps up with; 0 if it is no better."""
+        """By what part of what the best so far keeps up with, below 0 for a price; 0 if it was not kept."""
         return self.sustained / self.best - 1 if self.sustained is not None and self.kept and self.best else 0.0
 
 
@@ -122,7 +135,7 @@ class Search:
         return named
 
     def run(self, most: int, starts: Mapping[str, Values] | None = None) -> Tuned:
-        """`most` simulations for the knobs, beside those for the `starts`."""
+        """`most` simulations for the knobs, beside those for the `starts`, and a few to see what refusing costs."""
         found = Tuned(FREE, 0.0)
         for name, values in (self.starts() if starts is None else starts).items():
             rate = self._service(values).sustained(self._goal, near=found.sustained or None)
@@ -132,6 +145,8 @@ class Search:
         last = self._lab.runs + most
         while self._lab.runs < last and self._turn_all(found, last):
             pass
+        if most and found.sustained and any(knob.key == ADMISSION for knob in self._knobs):
+            self._try(found, ADMISSION, {**found.best, **REFUSING}, PRICE)
         return found
 
     def _service(self, values: Values) -> Service:
@@ -184,15 +199,15 @@ class Search:
             if x >= 0 and y >= 0 and x + y <= self._workers and (x, y) not in ((self._workers, 0), (0, self._workers)):
                 yield "pins", {"policy.mode": "auto", "policy.pin_prefill": x, "policy.pin_decode": y}
 
-    def _try(self, found: Tuned, what: str, values: Values) -> bool:
+    def _try(self, found: Tuned, what: str, values: Values, price: float = 0.0) -> bool:
         """True if they are the best from now on."""
         service, best = self._service(values), self._service(found.best)
         if service is best or not _possible(service.config):
             return False
         rung = math.floor(best.rung(found.sustained)) + 1
         within, before = service.within(rung, self._goal), best.within(rung, self._goal)
-        sustained = service.sustained(self._goal, near=service.rate(rung)) if within > before else None
-        trial = Trial(what, values, service.rate(rung), within, before, found.sustained, sustained)
+        sustained = service.sustained(self._goal, near=service.rate(rung)) if price or within > before else None
+        trial = Trial(what, values, service.rate(rung), within, before, found.sustained, sustained, price)
         found.trials.append(trial)
         if self._told is not None:
             self._told(trial)

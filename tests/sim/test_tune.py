@@ -8,8 +8,8 @@ from sim_world import config, costs
 from cbdisagg.config import Config, Scheduler
 from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.demand import Demand, demand
-from cbdisagg.sim.goodput import Goal, Lab
-from cbdisagg.sim.tune import POLICY, Knob, Search, Trial
+from cbdisagg.sim.goodput import Goal, Lab, Service
+from cbdisagg.sim.tune import ADMISSION, KNOBS, POLICY, PRICE, REFUSING, Knob, Search, Trial
 from cbdisagg.sim.variants import changed, equal_workers
 
 GOAL = Goal(0.4, 0.03)
@@ -67,6 +67,61 @@ def test_no_step_is_tried_that_the_profile_has_not_seen() -> None:
 )
 def test_what_a_trial_gained_is_said_as_it_was(best: float, sustained: float | None, said: str) -> None:
     assert Trial("policy.rho", {"policy.rho": 0.5}, 2.1, 0.9, 0.8, best, sustained).gain == said
+
+
+@pytest.mark.parametrize(
+    ("sustained", "kept", "said"),
+    [
+        (2.1, True, "+5.0% requests/s"),
+        (2.0, True, "+0.0% requests/s, for an overload"),
+        (1.97, True, "-1.5% requests/s, for an overload"),
+        (1.9, False, "no better"),
+    ],
+)
+def test_what_has_its_price_may_lose_as_much(sustained: float, kept: bool, said: str) -> None:
+    trial = Trial(ADMISSION, REFUSING, 2.1, 0.9, 0.9, 2.0, sustained, PRICE)
+    assert (trial.kept, trial.gain) == (kept, said)
+
+
+class Known(Service):
+    """Keeps up with what is known beforehand."""
+
+    def __init__(self, config: Config, rate: float) -> None:
+        super().__init__(config, costs(), some(30, 8))
+        self._rate = rate
+
+    def within(self, rung: int, goal: Goal) -> float:
+        return float(self.rate(rung) <= self._rate)
+
+    def sustained(self, goal: Goal, near: float | None = None) -> float:
+        return self._rate
+
+
+class Sure(Lab):
+    """Whoever waits keeps up with 100 requests/s, whoever refuses with `refusing`."""
+
+    def __init__(self, refusing: float) -> None:
+        super().__init__(costs(), some(30, 8))
+        self._rates = {"queue": 100.0, "early-reject": refusing}
+
+    def service(self, config: Config) -> Service:
+        if config not in self._services:
+            self._services[config] = Known(config, self._rates[config.policy.admission])
+        return self._services[config]
+
+
+@pytest.mark.parametrize(("refusing", "taken"), [(101.0, True), (100.0, True), (98.5, True), (97.0, False)])
+def test_refusing_is_preferred_where_it_costs_next_to_nothing(refusing: float, taken: bool) -> None:
+    found = Search(fleet(), Sure(refusing), GOAL).run(most=1)
+    assert found.best.get(ADMISSION) == ("early-reject" if taken else None)
+    assert found.sustained == (refusing if taken else 100.0)
+    assert found.trials[-1].kept == taken and found.trials[-1].what == ADMISSION
+
+
+def test_who_may_not_turn_admission_never_hears_of_it() -> None:
+    for knobs, most in ((KNOBS[1:], 3), (KNOBS, 0)):
+        found = Search(fleet(), Sure(100.0), GOAL, knobs).run(most)
+        assert ADMISSION not in found.best and not any(trial.what == ADMISSION for trial in found.trials)
 
 
 def test_it_stops_when_its_runs_are_used_up_or_nothing_is_within_reach() -> None:
