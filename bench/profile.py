@@ -2,12 +2,13 @@
 
 Measures steps of the engine over batch, context and chunk (as `bench step` does), as far as the config lets them go;
 hand-overs of the model's KV pages between two processes; what steps and pushes of another worker take from a worker's
-steps; and the host's share. Fits the cost model, says how far off it is on steps that were not fitted, and writes the
-file that `serve` and `simulate` read.
+steps; the host's share; and what a service adds, as its clients see it. Fits the cost model, says how far
+off it is on steps that were not fitted, and writes the file that `serve` and `simulate` read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 from collections.abc import Collection, Iterator, Sequence
@@ -25,17 +26,20 @@ from cbdisagg_bench.machine import processor
 from cbdisagg_bench.options import at_least, check_place, command
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
 from cbdisagg_bench.profile_host import measure_host
+from cbdisagg_bench.profile_live import measure_live
 from cbdisagg_bench.profile_neighbour import Computes, Neighbour, Pushes
 from cbdisagg_bench.profile_steps import Case, Range, Stepper, decode, prefill, sweep, unseen
+from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.transfer import Geometry, Pair
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cbdisagg.actors.cores import usable_cores
-from cbdisagg.config import Config
+from cbdisagg.cli import fail
+from cbdisagg.config import Config, Workers
 from cbdisagg.core.profile import Host, Profile, format_profile
 from cbdisagg.core.sizing import size_pool
 from cbdisagg.engine.build import ModelInfo, describe
@@ -76,6 +80,7 @@ def profile(
     with _progress() as bar:
         folder = prepare_model(settings.model, lambda stage, fraction: None)
         found = measure(settings, folder, place, context, rounds, checks, seed, bar)
+        found = _with_live(found, settings, place, bar)
     out.write_bytes(format_profile(found))
     if as_json:
         print(format_profile(found).decode(), end="")
@@ -141,7 +146,7 @@ def measure(
         beside_step = _slowed(stepper, [decode([512] * 8), prefill(0, 256)], computes, "a worker beside", bar)
         pushes = Pushes(kind, geometry, place.beside, place.own)
         beside_push = _slowed(stepper, [decode([512] * 8)], pushes, "pushes beside", bar)
-        host = measure_host(settings)
+        event_s, step_s, token_s, request_s = map(_rounded, measure_host(settings))
     company.end()
     steps = fit_steps(fitted)
     coefficients: dict[str, Any] = {name: _rounded(value) for name, value in asdict(steps).items() if name != "L"}
@@ -161,11 +166,29 @@ def measure(
         transfer=kind,
         beside_step=_rounded(beside_step),
         beside_push=_rounded(beside_push),
-        host=Host(*(_rounded(seconds) for seconds in astuple(host))),
+        host=Host(event_s, step_s, token_s, request_s),
         versions={"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__},
         note=f"{command()}, {date.today().isoformat()}; {_company(company)}",
     )
     return replace(found, errors=errors(found.cost, held))
+
+
+def _with_live(found: Profile, settings: Config, place: Place, bar: Progress) -> Profile:
+    """With what a service adds to its workers' steps."""
+    cpus = ",".join(map(str, place.own)) if place.beside else ""
+    worker = Workers(threads=place.threads, cpus=cpus)
+    try:
+        live = asyncio.run(measure_live(settings, worker, found.cost, found.host, bar))
+    except ServiceFailed as error:
+        fail(str(error))
+    host = replace(
+        found.host,
+        others_message_s=_rounded(live.message_s),
+        others_token_s=_rounded(live.token_s),
+        others_request_s=_rounded(live.request_s),
+        cores=usable_cores().at_once,
+    )
+    return replace(found, host=host, first_s=_rounded(live.first_s))
 
 
 def _company(company: Company) -> str:
@@ -258,7 +281,8 @@ def table(found: Profile) -> Table:
     caption = (
         f"pages move at {found.B / 1e9:.1f} GB/s after {1e3 * found.t0:.2f} ms; "
         f"a step is {found.beside_step:.1%} slower beside another, {found.beside_push:.1%} beside a push; "
-        f"the host adds {1e3 * found.host.step_s:.2f} ms a step"
+        f"the host adds {1e3 * found.host.step_s:.2f} ms a step, "
+        f"the service {1e3 * found.first_s:.1f} ms to a first token"
     )
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, min_width=78)
     for name in ("region", "median", "p90", "steps"):

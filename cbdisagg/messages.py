@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias, cast
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -406,7 +406,8 @@ class PoolInfo(Struct, frozen=True, array_like=True):
 class Costs(Struct, frozen=True):
     """Coefficients of the cost model (`core/cost.py` has the formula), in seconds, tokens and bytes.
 
-    `L`: (tokens, seconds), by rising tokens, at least one point.
+    `L`: (tokens, seconds), by rising tokens, at least one point. `first_s`: until a client has its first token, beside
+    waiting and steps: messages, text, HTTP, and what begins and ends in a worker.
     """
 
     h: float
@@ -418,6 +419,7 @@ class Costs(Struct, frozen=True):
     t_d: float
     B: float
     s: float = 0.0
+    first_s: float = 0.0
 
 
 COARSE = Costs(0.002, 0.0, ((1, 0.012), (8, 0.016), (512, 0.4)), 0.0, 2e-7, 0.001, 0.0, 1e9, 5e-4)
@@ -479,7 +481,8 @@ class Forecast(Struct, frozen=True, array_like=True):
 
     Prompts: `free_s` until the step that runs has ended; the next one may hold `chunk` tokens of them beside what
     decodes now, and takes `full_s` with all of these, be they none, `chunk_s[k]` with 2^k; further ones hold `steady`
-    tokens, within the targets of what decodes, and take `token_s` for each. A prompt takes `square_s` x tokens^2 more.
+    tokens, within the targets of what decodes, and take `token_s` for each. A prompt takes `square_s` x tokens^2 more;
+    what a first token takes beside waiting and steps is `first_s`.
     """
 
     step_s: float = 0.0
@@ -494,6 +497,7 @@ class Forecast(Struct, frozen=True, array_like=True):
     steady: int = 1
     token_s: float = 0.0
     square_s: float = 0.0
+    first_s: float = 0.0
 
 
 class Load(Struct, frozen=True, tag=True):

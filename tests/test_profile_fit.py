@@ -11,6 +11,7 @@ import typer
 from cbdisagg_bench import profile
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers, nnls
 from cbdisagg_bench.profile_host import measure_host
+from cbdisagg_bench.profile_live import Spent, divided
 from cbdisagg_bench.profile_neighbour import Neighbour, Pushes
 from cbdisagg_bench.profile_steps import (
     LONG,
@@ -198,8 +199,15 @@ def test_a_neighbour_pushes_pages_until_its_input_ends() -> None:
 
 
 def test_the_host_s_share_grows_with_the_batch() -> None:
-    host = measure_host(Config(), batches=(1, 32))
-    assert host.step_s > 0 and host.token_s > 0 and host.event_s > 0 and host.request_s > 0
+    event_s, step_s, token_s, request_s = measure_host(Config(), batches=(1, 32))
+    assert step_s > 0 and token_s > 0 and event_s > 0 and request_s > 0
+
+
+@given(st.tuples(*[st.floats(1e-4, 1e-2)] * 3))
+def test_what_others_compute_is_divided_among_messages_tokens_and_requests(costs: tuple[float, float, float]) -> None:
+    counts = [(24, 24, 24), (310, 300, 1), (160, 1200, 8)]
+    loads = [Spent(*count, sum(n * each for n, each in zip(count, costs, strict=True))) for count in counts]
+    assert divided(loads) == pytest.approx(costs, rel=1e-3)
 
 
 @pytest.mark.parametrize(

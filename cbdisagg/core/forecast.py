@@ -40,6 +40,7 @@ def forecast(
         steady=steady,
         token_s=each_s,
         square_s=cost.a,
+        first_s=cost.first_s,
     )
 
 

@@ -88,11 +88,11 @@ class View:
         return HOP_S + self._computed_s(0, tokens, cached)
 
     def _computed_s(self, queued: int, tokens: int, cached: int) -> float:
-        """From the start of a step, behind so many queued tokens."""
+        """From the start of a step, behind so many queued tokens, until the client has its first one."""
         known = self.forecast
         missing = max(1, tokens - cached)
         squares = tokens * tokens - (tokens - missing) ** 2
-        return prompts_s(known, queued + missing) + known.square_s * squares
+        return prompts_s(known, queued + missing) + known.square_s * squares + known.first_s
 
     @property
     def wait_s(self) -> float:

@@ -22,12 +22,19 @@ from cbdisagg.messages import Costs
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
     """Seconds of the processor, beside the model's: `event_s` to take in a message, `step_s` and `token_s` between two
     steps (for each step, and for each sequence in it), `request_s` in the api until a request is asked for.
+
+    `others_...`: what processes on the host that are no workers, clients included, compute for each message with
+    tokens, for each token in it, for each request. They share `cores` with the workers; 0: there are enough for all.
     """
 
     event_s: float = 0.0
     step_s: float = 0.0
     token_s: float = 0.0
     request_s: float = 0.0
+    others_message_s: float = 0.0
+    others_token_s: float = 0.0
+    others_request_s: float = 0.0
+    cores: int = 0
 
 
 class Error(Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,7 +94,7 @@ def format_profile(profile: Profile) -> bytes:
 def _problem(profile: Profile) -> str:
     numbers = {
         name: getattr(profile, name)
-        for name in ("h", "h_mix", "a", "d", "s", "t0", "t_d", "beside_step", "beside_push")
+        for name in ("h", "h_mix", "a", "d", "s", "t0", "t_d", "first_s", "beside_step", "beside_push")
     }
     for name, value in numbers.items():
         if not 0 <= value < math.inf:

@@ -92,7 +92,7 @@ class Refit:
         )
         old = self._shape
         points = tuple([(tokens, shape * seconds + line * tokens) for tokens, seconds in old.L])
-        return CostModel(h, h_mix, points, a, d, old.t0, old.t_d, old.B, s)
+        return CostModel(h, h_mix, points, a, d, old.t0, old.t_d, old.B, s, old.first_s)
 
 
 def _units(model: CostModel) -> list[float]:

@@ -1,8 +1,11 @@
-"""What workers on one host slow each other down: a step takes longer while others read the same memory.
+"""What a host's processes slow each other down: by the memory that workers share, and by the cores.
 
 Knows how many steps and pushes are at work and how much of each step is left; not whose they are. A step is slowed by
 `beside_step` of its own time for each other step, and by `beside_push` for each push whose bytes come or go; of a push
 that lasts longer than its bytes take, as one that goes layer by layer beside a step, by as much less (its weight).
+
+Where the host's `cores` are counted, each step holds `threads` of them, and what other processes compute while none is
+free is taken from a step: of the worker that has worked least, on whose cores the system has found room so far.
 """
 
 from __future__ import annotations
@@ -16,12 +19,13 @@ from cbdisagg.sim.clock import Clock
 @dataclass(slots=True, eq=False)
 class Span:
     """One step at work; `left`: seconds that the rest of it would take alone. `copying`: the part of its time in which
-    it copies pages itself, and so slows others as a push does.
+    it copies pages itself, and so slows others as a push does. `worked`: seconds that its worker has worked before.
     """
 
     left: float
     done: Callable[[], None]
     copying: float
+    worked: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,18 +36,21 @@ class Flow:
 
 
 class Bus:
-    def __init__(self, clock: Clock, beside_step: float, beside_push: float) -> None:
+    """`cores` 0: enough for everybody."""
+
+    def __init__(self, clock: Clock, beside_step: float, beside_push: float, cores: int = 0, threads: int = 1) -> None:
         self._clock = clock
         self._beside_step, self._beside_push = beside_step, beside_push
+        self._cores, self._threads = cores, threads
         self._spans: list[Span] = []
         self._flows: list[Flow] = []
         self._since = 0.0
         self._turn = 0  # changes with what is at work: an end foreseen before no longer holds
 
-    def work(self, seconds: float, done: Callable[[], None], copying: float = 0.0) -> Span:
+    def work(self, seconds: float, done: Callable[[], None], copying: float = 0.0, worked: float = 0.0) -> Span:
         """Call `done` once a step that takes `seconds` alone has run, beside whatever else runs."""
         self._pass()
-        span = Span(seconds, done, copying)
+        span = Span(seconds, done, copying, worked)
         self._spans.append(span)
         self._foresee()
         return span
@@ -66,6 +73,14 @@ class Bus:
     def land(self, flow: Flow) -> None:
         self._pass()
         self._flows.remove(flow)
+        self._foresee()
+
+    def disturb(self, seconds: float) -> None:
+        """A process that is no worker needs a core for so long."""
+        if not self._spans or self._threads * len(self._spans) < self._cores or not self._cores:
+            return
+        self._pass()
+        min(self._spans, key=lambda span: span.worked).left += seconds
         self._foresee()
 
     def _slowdowns(self) -> list[float]:

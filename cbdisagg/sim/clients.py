@@ -8,13 +8,14 @@ those intended. Texts, stop strings and cancelling are the real api's (api/clien
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from msgspec.structs import replace
 
 from cbdisagg.config import Targets as Settings
+from cbdisagg.core.profile import Profile
 from cbdisagg.messages import (
     Accepted,
     Address,
@@ -33,6 +34,7 @@ from cbdisagg.messages import (
     page_hashes,
     page_root,
 )
+from cbdisagg.sim.bus import Bus
 from cbdisagg.sim.clock import Clock
 from cbdisagg.sim.network import Network
 from cbdisagg.sim.workload import Ask
@@ -104,7 +106,8 @@ class Clients:
         page_size: int,
         *,
         hash_pages: bool,
-        request_s: float,
+        profile: Profile,
+        bus: Bus | None,
         ended: Callable[[Record], None],
     ) -> None:
         self.address, self.host = address, host
@@ -112,7 +115,8 @@ class Clients:
         self.gaps = array("f")
         self._clock, self._network = clock, network
         self._targets = Targets(targets.ttft_ms / 1e3, targets.tpot_ms / 1e3)
-        self._page_size, self._hash_pages, self._request_s = page_size, hash_pages, request_s
+        self._page_size, self._hash_pages = page_size, hash_pages
+        self._profile, self._bus = profile, bus
         self._ended = ended
         self._root = page_root("simulated")
         self._streams: dict[int, _Stream] = {}
@@ -135,14 +139,15 @@ class Clients:
             hashes=page_hashes(self._root, prompt, self._page_size) if self._hash_pages else b"",
             sampling=Sampling(max_tokens=ask.output_tokens),
             targets=targets,
-            age_s=self._request_s,
+            age_s=self._profile.host.request_s,
             tenant=ask.tenant,
             priority=ask.priority,
         )
         record = Record(ask, targets, self._clock.now)
         self.records.append(record)
         self._streams[number] = _Stream(record, request)
-        self._clock.after(self._request_s, self._submit, number)
+        self._clock.after(self._profile.host.request_s, self._submit, number)
+        self._compute(self._profile.host.others_request_s)
 
     def receive(self, sender: Address, message: Message) -> None:
         match message:
@@ -174,8 +179,15 @@ class Clients:
 
     # ------------------------------------------------------------------------------------------------- tokens
 
-    def _take(self, sender: Address, runs: Iterable[TokenRun]) -> None:
-        now = self._clock.now
+    def _compute(self, seconds: float) -> None:
+        if self._bus is not None:
+            self._bus.disturb(seconds)
+
+    def _take(self, sender: Address, runs: Sequence[TokenRun]) -> None:
+        """Tokens are seen by their clients when what `first_s` counts is over too: it delays all of a stream alike."""
+        now = self._clock.now + self._profile.first_s
+        host = self._profile.host
+        self._compute(host.others_message_s + host.others_token_s * sum(len(run.ids) for run in runs))
         for run in runs:
             stream = self._streams.get(run.id.n)
             if stream is None or stream.request.submission != run.submission:
@@ -246,7 +258,7 @@ class Clients:
             submission=submission + 1,
             output=array("i", [1] * record.tokens).tobytes(),
             age_s=now - record.arrival,
-            first_age_s=now - record.first if record.tokens else -1.0,
+            first_age_s=max(0.0, now - record.first) if record.tokens else -1.0,
         )
         stream.worker = None
         stream.early.clear()

@@ -158,7 +158,8 @@ class Machine:
             return
         for push in pushes:
             self._start_flows(push, seconds)
-        self._span = self._bus.work(seconds, self._end, min(1.0, copying / seconds) if copying else 0.0)
+        share = min(1.0, copying / seconds) if copying else 0.0
+        self._span = self._bus.work(seconds, self._end, share, self.meter.busy_s)
 
     def _copying_s(self, push: Push) -> float:
         """What the step takes longer for pages that it copies itself."""

@@ -75,7 +75,7 @@ class Service:
         self._places = {place.name: place for place in places(config, layout)}
         every = list(self._places.values())
         self._links = Links(profile, layout, every, ways(every))
-        self._buses: dict[str, Bus] = {}
+        self._buses = {place.host: self._bus() for place in every}
         self._downs: list[PeerDown] = []
         self._coordinator_notes: list[tuple[float, str, Note]] = []
         self.network.join(self)
@@ -109,11 +109,19 @@ class Service:
             config.targets,
             config.kv.page_size,
             hash_pages=config.kv.prefix_cache,
-            request_s=self._profile.host.request_s,
+            profile=self._profile,
+            bus=self._buses[HOST],
             ended=ended,
         )
         self.network.join(clients)
         return clients
+
+    def _bus(self) -> Bus | None:
+        """Of one host; None: nobody slows anybody there."""
+        profile, host = self._profile, self._profile.host
+        if not (profile.beside_step or profile.beside_push or host.cores):
+            return None
+        return Bus(self.clock, profile.beside_step, profile.beside_push, host.cores, max(1, profile.threads))
 
     def _start_coordinator(self) -> Coordinator:
         address = self._incarnate(COORDINATOR)
@@ -123,9 +131,6 @@ class Service:
 
     def _start_machine(self, place: Place) -> Machine:
         profile = self._profile
-        bus = None
-        if profile.beside_step or profile.beside_push:
-            bus = self._buses.setdefault(place.host, Bus(self.clock, profile.beside_step, profile.beside_push))
         address = self._incarnate(place.name)
         machine = Machine(
             describe(place, address.incarnation, self._config, profile),
@@ -133,7 +138,7 @@ class Service:
             profile,
             self.clock,
             self.network,
-            bus,
+            self._buses[place.host],
             self.machines.get,
             self._link,
             self._observer,

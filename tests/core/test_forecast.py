@@ -117,6 +117,13 @@ def test_a_step_that_runs_is_waited_for_as_long_as_it_still_takes() -> None:
     assert waits == pytest.approx([0.5, 0.4, 0.1 + HOP_S, 0.1 + HOP_S])
 
 
+def test_what_a_first_token_takes_beside_steps_comes_on_top() -> None:
+    known = forecast(replace(COST, first_s=0.006), PACE, (), (), 1.0, 1.0)
+    without = replace(known, first_s=0.0)
+    assert known.first_s == 0.006
+    assert seen(known).ttft_s(100, 0, 10.0) == pytest.approx(seen(without).ttft_s(100, 0, 10.0) + 0.006)
+
+
 def test_streams_take_step_after_step_unheard() -> None:
     view = seen(Forecast(step_s=0.02, free_s=0.01, token_s=0.001), streams=2)
     waits = [view.ttft_s(100, 0, now) for now in (10.0, 10.009, 10.0099, 10.015, 10.029, 10.035)]

@@ -100,6 +100,22 @@ def test_a_step_that_copies_slows_the_others_and_not_itself() -> None:
     assert ends == {"copies": pytest.approx(2.0), "other": pytest.approx(2.0 + 3.0 - 2.0 / 1.5)}
 
 
+@pytest.mark.parametrize(
+    ("cores", "threads", "late"), [(0, 1, (0, 0)), (3, 1, (0, 0)), (2, 1, (0, 0.5)), (2, 2, (0, 0.5)), (5, 2, (0, 0))]
+)
+def test_others_take_their_time_from_who_has_worked_least_once_no_core_is_free(
+    cores: int, threads: int, late: tuple[float, float]
+) -> None:
+    clock, ends = Clock(), {}
+    bus = Bus(clock, 0.0, 0.0, cores, threads)
+    bus.disturb(9.0)  # nobody is at work
+    bus.work(2.0, lambda: ends.setdefault("busy", clock.now), worked=7.0)
+    bus.work(3.0, lambda: ends.setdefault("idle", clock.now), worked=1.0)
+    clock.at(1.0, bus.disturb, 0.5)
+    clock.run()
+    assert ends == {"busy": pytest.approx(2.0 + late[0]), "idle": pytest.approx(3.0 + late[1])}
+
+
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0.1, 3)), min_size=1, max_size=6), st.floats(0, 1))
 def test_no_step_ends_sooner_than_alone_nor_later_than_beside_all_others(
     steps: list[tuple[float, float]], beside: float

@@ -85,6 +85,27 @@ def test_one_request_on_one_worker_takes_what_the_formula_says() -> None:
     assert meter.busy_s == pytest.approx(prompt + sum(later))
 
 
+def test_what_a_service_adds_delays_a_stream_as_a_whole() -> None:
+    ask = [Ask(1.0, 3, prompt_tokens=100)]
+    (plain,), (late,) = (simulate(config("any"), costs(first_s=s), ask, INSTANT).records for s in (0.0, 0.02))
+    assert late.ttft_s == pytest.approx(plain.ttft_s + 0.02)
+    assert late.tpot_s == pytest.approx(plain.tpot_s)
+
+
+@pytest.mark.parametrize(("cores", "taken"), [(0, 0), (1, 1), (2, 0)])
+def test_processes_beside_the_workers_take_cores_that_nobody_has_free(cores: int, taken: int) -> None:
+    """A message with two tokens in the middle of each step but the first, and the second request in that one."""
+    host = Host(others_message_s=0.002, others_token_s=0.0005, others_request_s=0.1, cores=cores)
+    asks = [Ask(0.0, 20, prompt_tokens=50), Ask(0.0, 20, prompt_tokens=50), Ask(0.003, 1, prompt_tokens=1)]
+    latency = Layout(near_s=0.001)
+    before, after = (simulate(config("any"), costs(host=each), asks, latency) for each in (Host(), host))
+    first, later = 0.1 if taken else 0.0, 0.003 if taken else 0.0
+    assert before.records[0].tokens == after.records[0].tokens == 20
+    work_s = after.meters["worker-0"].busy_s - before.meters["worker-0"].busy_s
+    assert work_s == pytest.approx(first + 18 * later, abs=2 * later)
+    assert after.meters["worker-0"].steps == before.meters["worker-0"].steps
+
+
 @pytest.mark.parametrize("transfer", ["shm", "zmq"])
 def test_a_hand_over_costs_its_copy_within_the_step_or_what_is_left_of_it_after(transfer: Any) -> None:
     profile = costs(transfer=transfer, B=1e7)

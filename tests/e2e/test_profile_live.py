@@ -1,0 +1,37 @@
+"""What a service adds to its workers' steps, measured on one of a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cbdisagg_bench import profile_live
+from cbdisagg_bench.profile_live import measure_live
+from cbdisagg_bench.service import ServiceFailed
+from rich.progress import Progress
+
+from cbdisagg.config import Config, Kv, Model, Workers
+from cbdisagg.core.cost import CostModel
+from cbdisagg.core.profile import Host
+
+pytestmark = pytest.mark.e2e
+
+NO_TIME = CostModel(0.0, 0.0, ((1, 0.0), (2, 0.0)), 0.0, 0.0, 0.0, 0.0, 1e9)
+
+
+async def test_a_service_adds_to_the_first_token_and_takes_time_of_cores_for_each_request(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, less in {"PROMPTS": 6, "APART_S": 0.05, "IDLE_S": 1.0, "ONE": (1, 400), "FEW": (8, 400)}.items():
+        monkeypatch.setattr(profile_live, name, less)
+    config = Config(model=Model(path=str(tiny_model), dtype="float32"), kv=Kv(pages=256))
+    live = await measure_live(config, Workers(threads=1), NO_TIME, Host(), Progress(disable=True))
+    assert live.first_s > 0
+    assert live.message_s + live.token_s > 0
+    assert min(live.message_s, live.token_s, live.request_s) >= 0
+
+
+async def test_a_service_that_does_not_start_is_named(tmp_path: Path) -> None:
+    config = Config(model=Model(path=str(tmp_path)))
+    with pytest.raises(ServiceFailed, match="did not get ready"):
+        await measure_live(config, Workers(), NO_TIME, Host(), Progress(disable=True))
