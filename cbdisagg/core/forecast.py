@@ -53,14 +53,17 @@ def prompts_s(known: Forecast, tokens: int) -> float:
     return known.full_s + steps * known.steady * known.token_s + last_s
 
 
-def prompts_before(known: Forecast, tokens: int, start: float, streams: int, at: float) -> tuple[int, float]:
+def prompts_before(
+    known: Forecast, tokens: int, needed_s: float, start: float, streams: int, at: float
+) -> tuple[int, float]:
     """What a prompt finds that arrives `at`, where `tokens` of prompts are computed from `start` on: how many of them
     come before it yet, and the seconds until the first step that may hold it. Streams take step after step.
+
+    `needed_s`: `prompts_s` of these tokens.
     """
     begun_s = at - start
     if begun_s < 0:
         return tokens, -begun_s
-    needed_s = prompts_s(known, tokens)
     if begun_s >= needed_s:
         return 0, (needed_s - begun_s) % known.step_s if streams and known.step_s else 0.0
     if tokens <= known.chunk:
@@ -72,7 +75,9 @@ def _chunk_s(points: Sequence[float], tokens: int) -> float:
     """Between the two powers of two around it."""
     if tokens < 2:
         return tokens * points[0]
-    k = min((tokens - 1).bit_length(), len(points) - 1)
+    k = (tokens - 1).bit_length()
+    if k >= len(points):
+        k = len(points) - 1
     half = 1 << (k - 1)
     return points[k - 1] + (points[k] - points[k - 1]) * (tokens - half) / half
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cbdisagg.core.forecast import prompts_before
+from cbdisagg.core.forecast import prompts_before, prompts_s
 from cbdisagg.core.policy import HOP_S, View, look
 from cbdisagg.core.residency import Residency
 from cbdisagg.messages import Address, Load, Role, WorkerInfo
@@ -70,8 +70,11 @@ class Member:
         """Behind those that will not have been computed when it gets there."""
         if self.load is not None:
             at = now + HOP_S
-            known, streams = self.load.forecast, self.load.decodes
-            self.queued_tokens, wait_s = prompts_before(known, self.queued_tokens, self.free_at, streams, at)
+            known, tokens_before = self.load.forecast, self.queued_tokens
+            needed_s = prompts_s(known, tokens_before)
+            self.queued_tokens, wait_s = prompts_before(
+                known, tokens_before, needed_s, self.free_at, self.load.decodes, at
+            )
             self.free_at = at + wait_s
         self.queued_tokens += tokens
 

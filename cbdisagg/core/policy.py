@@ -58,8 +58,8 @@ class View:
 
     `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting; `streams`: that
     decode now. `place_s`: until a sequence has ended whose place a new one takes. `free_at`: from when on the
-    `queued_tokens` of prompts are computed. `step_s`: a step with all sequences and one more, but for its context.
-    `room`: tokens of KV.
+    `queued_tokens` of prompts are computed, in `queued_s`. `step_s`: a step with all sequences and one more, but for
+    its context. `room`: tokens of KV.
     """
 
     address: Address
@@ -69,6 +69,7 @@ class View:
     streams: int
     max_batch: int
     queued_tokens: int
+    queued_s: float
     forecast: Forecast
     place_s: float
     free_at: float
@@ -80,7 +81,9 @@ class View:
 
         Steps go on, whether it is heard of them or not.
         """
-        queued, wait_s = prompts_before(self.forecast, self.queued_tokens, self.free_at, self.streams, now + HOP_S)
+        queued, wait_s = prompts_before(
+            self.forecast, self.queued_tokens, self.queued_s, self.free_at, self.streams, now + HOP_S
+        )
         return self.place_s + HOP_S + wait_s + self._computed_s(queued, tokens, cached)
 
     def alone_s(self, tokens: int, cached: int) -> float:
@@ -97,7 +100,7 @@ class View:
     @property
     def wait_s(self) -> float:
         """Until a prompt was begun that came when it was last heard."""
-        return self.place_s + self.forecast.free_s + prompts_s(self.forecast, self.queued_tokens)
+        return self.place_s + self.forecast.free_s + self.queued_s
 
     def limit_s(self, tpot_s: float) -> float:
         """The tightest TPOT once a request with this one is here."""
@@ -145,6 +148,7 @@ def look(
         streams=streams,
         max_batch=max_batch,
         queued_tokens=queued_tokens,
+        queued_s=prompts_s(forecast, queued_tokens),
         forecast=forecast,
         place_s=lacking * between_ends_s,
         free_at=free_at,

@@ -140,12 +140,12 @@ def test_what_is_queued_shares_the_step() -> None:
 def test_what_is_queued_is_computed_while_nobody_tells_of_it() -> None:
     """100 tokens a second. A step that holds them all is not joined; of more than that, what is left counts."""
     known = Forecast(step_s=0.2, chunk=8, full_s=0.08, chunk_s=(0.01, 0.02, 0.04, 0.08), steady=8, token_s=0.01)
-    found = [prompts_before(known, 8, 10.0, 0, at) for at in (9.5, 10.0, 10.02, 10.07, 10.5)]
+    found = [prompts_before(known, 8, 0.08, 10.0, 0, at) for at in (9.5, 10.0, 10.02, 10.07, 10.5)]
     assert [tokens for tokens, _ in found] == [8, 0, 0, 0, 0]
     assert [wait_s for _, wait_s in found] == pytest.approx([0.5, 0.08, 0.06, 0.01, 0.0])
-    left = [prompts_before(known, 40, 10.0, 0, at)[0] for at in (9.0, 10.0, 10.1, 10.3, 10.4)]
+    left = [prompts_before(known, 40, prompts_s(known, 40), 10.0, 0, at)[0] for at in (9.0, 10.0, 10.1, 10.3, 10.4)]
     assert left == pytest.approx([40, 40, 30, 10, 0], abs=1)
-    (_, wait_s) = prompts_before(known, 8, 10.0, 2, 10.13)
+    (_, wait_s) = prompts_before(known, 8, 0.08, 10.0, 2, 10.13)
     assert wait_s == pytest.approx(0.15), "streams have gone on from the end of that step"
 
 

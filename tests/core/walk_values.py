@@ -132,7 +132,7 @@ OMITTED: dict[type, frozenset[str]] = {
     CoordinatorCore: frozenset({"address", "config", "_now", "_effects", "_stats_at", "_wake_at"}),
     Scheduler: frozenset({"page_size", "limits", "prefix_cache", "_number", "_serial"}),
     **dict.fromkeys((Placement, Crosswise), frozenset({"config", "term", "workers", "knobs", "_serves"})),
-    View: frozenset({"forecast", "free_at", "place_s", "step_s"}),  # all alike here
+    View: frozenset({"forecast", "free_at", "place_s", "queued_s", "step_s"}),  # all alike here
     Member: frozenset(
         {"heard_at", "progress_at", "jobs", "queued_tokens", "free_at", "between_ends_s", "ended_at"}
     ),  # silence is a fault here, no timer
