@@ -10,6 +10,7 @@ addressee's; a mailbox drops what is addressed to another incarnation than its o
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
@@ -719,5 +720,5 @@ def page_hashes(root: bytes, ids: bytes, page_size: int) -> bytes:
 
 def split_hashes(data: bytes) -> Sequence[Hash]:
     """Of a chain as `page_hashes` gives it."""
-    parts = [data[n : n + HASH_BYTES] for n in range(0, len(data), HASH_BYTES)]
-    return cast("list[Hash]", parts)  # no call for each: a prompt has hundreds
+    parts = struct.unpack_from(f"{HASH_BYTES}s" * (len(data) // HASH_BYTES), data)
+    return cast("tuple[Hash, ...]", parts)  # no call for each: a prompt has hundreds

@@ -93,9 +93,8 @@ class View:
     def _computed_s(self, queued: int, tokens: int, cached: int) -> float:
         """From the start of a step, behind so many queued tokens, until the client has its first one."""
         known = self.forecast
-        missing = max(1, tokens - cached)
-        squares = tokens * tokens - (tokens - missing) ** 2
-        return prompts_s(known, queued + missing) + known.square_s * squares + known.first_s
+        squares = tokens * tokens - cached * cached
+        return prompts_s(known, queued + tokens - cached) + known.square_s * squares + known.first_s
 
     @property
     def wait_s(self) -> float:
@@ -111,11 +110,13 @@ class View:
         return not (self.sequences or self.queued_tokens)
 
     def seat(self, wanted: Wanted) -> Seat:
+        tokens, known, sequences = wanted.tokens, self.forecast, self.sequences
+        tightest_s = known.tpot_s
         return Seat(
-            self.step_s + self.forecast.context_s * wanted.tokens,
-            self.limit_s(wanted.tpot_s),
-            self.sequences < self.max_batch and wanted.tokens <= self.room,
-            self.sequences,
+            self.step_s + known.context_s * tokens,
+            tightest_s if 0 < tightest_s < wanted.tpot_s else wanted.tpot_s,
+            sequences < self.max_batch and tokens <= self.room,
+            sequences,
         )
 
 
