@@ -43,7 +43,7 @@ def table(found: Sequence[Cell]) -> Table:
             "q, where it may refuse what would be late.",
             f"{told.cells} cells, q: lowest {told.lowest:.2f} (to reach: {FLOOR});",
             f"{told.balanced} balanced (B): {balanced if told.balanced else 'none'}; {told.missed} miss a figure (!).",
-            f"t: median {told.tuned:.2f}, of balanced ones {told.tuned_median:.2f};",
+            f"t: median {told.tuned:.2f}{f', of balanced ones {told.tuned_median:.2f}' if told.balanced else ''};",
             f"q/d: median {told.over_deadlines:.2f}.",
             f"2x: left of its best goodput at twice its load, tuned: at least {told.overloaded:.0%} (to reach:",
             f"{LEFT:.0%}); 2xq: the policy as it comes, which refuses nobody: at least {told.queue_left:.0%}",

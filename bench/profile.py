@@ -86,6 +86,7 @@ def profile(
         print(format_profile(found).decode(), end="")
         return
     Console().print(table(found))
+    print(f"Note: {found.note.rpartition('; ')[2]}.")
     print(f"Written to {out}. To use it: [profile] path, or cbdisagg simulate --profile {out}")
 
 
@@ -282,7 +283,7 @@ def table(found: Profile) -> Table:
         f"pages move at {found.B / 1e9:.1f} GB/s after {1e3 * found.t0:.2f} ms; "
         f"a step is {found.beside_step:.1%} slower beside another, {found.beside_push:.1%} beside a push; "
         f"the host adds {1e3 * found.host.step_s:.2f} ms a step, "
-        f"the service {1e3 * found.first_s:.1f} ms to a first token"
+        f"the service {f'{1e3 * found.first_s:.1f} ms' if found.first_s else 'nothing measurable'} to a first token"
     )
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, min_width=78)
     for name in ("region", "median", "p90", "steps"):

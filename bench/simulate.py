@@ -41,10 +41,11 @@ def simulate(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
     workers: Annotated[str, typer.Option(help="In place of the config's, as 2P3D or 4A (any).")] = "",
     requests: Annotated[
-        int, typer.Option(callback=at_least(0), help="How many; of a trace: as many with its lengths. 0: all of it.")
+        int,
+        typer.Option(callback=at_least(0), help="How many, with a trace's lengths. 0: all of it, or 100 made ones."),
     ] = 0,
     rate: Annotated[
-        float, typer.Option(callback=at_least(0), help="Requests per second instead of the trace's times.")
+        float, typer.Option(callback=at_least(0), help="Requests per second. 0: at the trace's times; made: at once.")
     ] = 0.0,
     burst: Annotated[float, typer.Option(help="Variance of the gaps over Poisson's; above 1 in clumps.")] = 1.0,
     concurrency: Annotated[

@@ -15,7 +15,7 @@ from cbdisagg.api.client import RequestRejected, StreamFailed
 
 JSON = "application/json"
 NEVER_S = 60.0
-"""What a client is told that may come again as often as it likes and will not be served: most come again anyway."""
+"""What a client is told that may come again as often as it likes and will not be served: many come again anyway."""
 
 _TYPES = {
     401: "authentication_error",
@@ -94,6 +94,8 @@ def error_response(error: ApiError) -> web.Response:
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or NEVER_S)))  # never "at once"
+    if error.status == 429 and not error.retry_after_s:
+        headers["x-should-retry"] = "false"  # the official clients ask again otherwise, whatever is the matter
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=error.status, body=error_json(error), content_type=JSON, headers=headers)

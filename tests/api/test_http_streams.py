@@ -43,6 +43,7 @@ async def test_a_rejection_has_its_status_and_retry_after(serve, path, body, str
         assert response.status == status
         assert answer["error"]["message"] == message
         assert response.headers.get("Retry-After") == (None if status == 400 else "3")
+        assert "x-should-retry" not in response.headers
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
@@ -51,6 +52,7 @@ async def test_who_will_never_be_served_is_not_told_to_come_again_soon(serve, pa
     http = await serve(FakeClient(lambda client, stream: client.fail(stream, error)))
     async with http.session.post(http.url + path, json=body) as response:
         assert (response.status, response.headers["Retry-After"]) == (429, "60")
+        assert response.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
