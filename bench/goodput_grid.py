@@ -47,9 +47,8 @@ class Cell(Struct, frozen=True):
 
     `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
     would be late, and does so even if it keeps up with a little less (sim/tune.py: PRICE). `knobs`: those of `tuned`.
-    `overloaded`: what is left of its goodput at OVERLOAD times that rate, as
-    a part of the most that it reaches at any load; `queue_left`: the same of the policy as it comes, which refuses
-    nobody.
+    `overloaded`: what is left of its goodput at OVERLOAD times that rate, as a part of the most that it reaches at any
+    load; `queue_left`: the same of the policy as it comes, which refuses nobody.
     """
 
     profile: str

@@ -2,8 +2,8 @@
 
 Measures steps of the engine over batch, context and chunk (as `bench step` does), as far as the config lets them go;
 hand-overs of the model's KV pages between two processes; what steps and pushes of another worker take from a worker's
-steps; the host's share; and what a service adds, as its clients see it. Fits the cost model, says how far
-off it is on steps that were not fitted, and writes the file that `serve` and `simulate` read.
+steps; the host's share; and what a service adds, as its clients see it. Fits the cost model, says how far off it is on
+steps that were not fitted, and writes the file that `serve` and `simulate` read.
 """
 
 from __future__ import annotations

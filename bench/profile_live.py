@@ -32,7 +32,6 @@ from cbdisagg.core.cost import CostModel, Work
 from cbdisagg.core.profile import Host
 from cbdisagg.load import print_config
 from cbdisagg.sim import workload
-from cbdisagg.sim.variants import changed
 
 NAME = "profiled"
 PROMPTS, PROMPT, APART_S = 30, 32, 0.2
@@ -67,11 +66,14 @@ class Spent:
 
 
 async def measure_live(config: Config, worker: Workers, cost: CostModel, host: Host, bar: Progress) -> Live:
-    """`cost`, `host`: of such a worker. Raises ServiceFailed."""
-    alone = replace(config, workers=(worker,))
+    """`cost`, `host`: of such a worker. Of the config only what its steps depend on counts: who may ask for what, pins
+    and keys are those of another service. Raises ServiceFailed.
+    """
+    model = replace(config.model, served_name=NAME, max_len=0)
+    alone = Config(model=model, workers=(worker,), kv=config.kv, scheduler=config.scheduler)
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "config.toml"
-        file.write_text(print_config(changed(alone, {"model.served_name": NAME})), encoding="utf-8")
+        file.write_text(print_config(alone), encoding="utf-8")
         async with running(NAME, ("--config", str(file)), Path(place) / "stderr") as service:
             others = Others(service)
             await others.load(_prompts(4, 0.0, 16), 0, bar)  # the first requests warm up

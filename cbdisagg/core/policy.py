@@ -101,10 +101,6 @@ class View:
         """Until a prompt was begun that came when it was last heard."""
         return self.place_s + self.forecast.free_s + self.queued_s
 
-    def limit_s(self, tpot_s: float) -> float:
-        """The tightest TPOT once a request with this one is here."""
-        return min(tpot_s, self.forecast.tpot_s) if self.forecast.tpot_s else tpot_s
-
     @property
     def idle(self) -> bool:
         return not (self.sequences or self.queued_tokens)
@@ -287,7 +283,7 @@ def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Decis
     here = next((view for view in sight.views if view.address == source), None)
     if here is None:
         return None
-    stays = Decision(source, source, "stays", 0.0, here.forecast.step_s, here.limit_s(wanted.tpot_s))
+    stays = Decision(source, source, "stays", 0.0, here.forecast.step_s, here.seat(wanted).limit_s)
     others = [view for view in sight.views if view.pin != "prefill" and view.address != source]
     seats = {id(view): view.seat(wanted) for view in others}
     for view in _packed(others, seats, knobs.rho):

@@ -10,7 +10,7 @@ from cbdisagg_bench.profile_live import measure_live
 from cbdisagg_bench.service import ServiceFailed
 from rich.progress import Progress
 
-from cbdisagg.config import Config, Kv, Model, Workers
+from cbdisagg.config import Config, Http, Kv, Model, Policy, Workers
 from cbdisagg.core.cost import CostModel
 from cbdisagg.core.profile import Host
 
@@ -24,7 +24,12 @@ async def test_a_service_adds_to_the_first_token_and_takes_time_of_cores_for_eac
 ) -> None:
     for name, less in {"PROMPTS": 6, "APART_S": 0.05, "IDLE_S": 1.0, "ONE": (1, 400), "FEW": (8, 400)}.items():
         monkeypatch.setattr(profile_live, name, less)
-    config = Config(model=Model(path=str(tiny_model), dtype="float32"), kv=Kv(pages=256))
+    config = Config(
+        model=Model(path=str(tiny_model), dtype="float32", max_len=128),
+        kv=Kv(pages=256),
+        policy=Policy(pin_prefill=1),  # of two workers, and there is one
+        http=Http(api_key="secret"),
+    )
     live = await measure_live(config, Workers(threads=1), NO_TIME, Host(), Progress(disable=True))
     assert live.first_s > 0
     assert live.message_s + live.token_s > 0
