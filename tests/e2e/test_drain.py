@@ -27,9 +27,9 @@ SETTINGS = """
 [model]
 dtype = "float32"
 served_name = "tiny"
-max_len = 600
+max_len = 2048
 [kv]
-pages = 256
+pages = 512
 [debug]
 invariants = true
 """
@@ -39,7 +39,8 @@ role = "{role}"
 count = {count}
 threads = 1
 """
-TOKENS = 300
+TOKENS = 1500
+"""So many that a stream is still running, a good part of a second, when something is done to its worker."""
 PATIENCE_S = 120.0
 NOT_READY_S = 10.0
 """A service that cannot serve says so within this time."""
@@ -188,9 +189,9 @@ async def test_two_pairs_are_started_anew_under_load(tiny_model: Path) -> None:
 
 async def end_in_order(client: Client, references: Sequence[Answer]) -> None:
     """SIGTERM: what runs is finished, nothing new is taken, one line says so."""
-    streams = await asyncio.gather(*(client.begun(number) for number in range(len(references))))
     supervisor = psutil.Process(client.pid)
     decoding = client.processes.look()["decode-0"]
+    streams = await asyncio.gather(*(client.begun(number) for number in range(len(references))))
     decoding.send(signal.SIGSTOP)  # nothing ends before all has been looked at
     try:
         supervisor.send_signal(signal.SIGTERM)
@@ -238,11 +239,12 @@ async def test_a_stream_waits_for_a_worker_as_long_as_it_may_and_new_requests_do
     """The only worker has no successor while the nursery, which would fork it, is stopped: for five seconds."""
     async with serving(tiny_model, ("any", 1), settings=["limits.resume_s=1"]) as client:
         reference = await client.ask(0)
-        stream = await client.begun(0)
         children = client.processes.supervisor.children()
         (nursery,) = (child for child in children if "cbdisagg.actors.nursery" in child.cmdline())
+        worker = client.processes.look()["worker-0"]
         nursery.suspend()
-        client.processes.look()["worker-0"].send(signal.SIGKILL)
+        stream = await client.begun(0)
+        worker.send(signal.SIGKILL)
         reason = await client.until_ready(False)
         refused = await client.ask(1)
         assert (refused.status, refused.headers["Retry-After"]) == (503, "1"), reason
