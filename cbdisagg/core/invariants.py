@@ -21,6 +21,7 @@ def check_worker(core: WorkerCore) -> None:
     _requests_are_in_one_place(core)
     _plans_hold_their_pages(core)
     _held_landings_have_a_step_to_wait_for(core)
+    _nobody_waits_for_nothing(core)
     _one_live_job_per_request(core)
     _tenants_are_those_here(core)
 
@@ -93,6 +94,14 @@ def _held_landings_have_a_step_to_wait_for(core: WorkerCore) -> None:
     for reservation in core.handoffs.held():
         _require(reservation.complete, "a landing is held whose KV is not all here")
         _require(bool(core.scheduler.flights), "a landing is held, and no step runs")
+
+
+def _nobody_waits_for_nothing(core: WorkerCore) -> None:
+    """Where nothing runs, nothing that happens here would let a job in later: it has started or has been declined."""
+    scheduler = core.scheduler
+    if not (scheduler.running or scheduler.flights or scheduler.pushes):
+        jobs = [request.spec.id for request in scheduler.waiting if request.job is not None]
+        _require(not jobs, f"jobs wait where nothing runs: {jobs}")
 
 
 def _one_live_job_per_request(core: WorkerCore) -> None:

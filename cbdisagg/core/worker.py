@@ -73,6 +73,7 @@ from cbdisagg.messages import (
     Sampled,
     Slice,
     Steer,
+    StepPlan,
     StopPush,
     Submit,
     Suspect,
@@ -476,13 +477,21 @@ class WorkerCore:
     # -------------------------------------------------------------------------------------------------- steps
 
     def _plan(self) -> None:
+        plan, preempted = self._next_step()
+        if plan is None and preempted:  # nobody runs any more: what they held is enough for one that waits, perhaps
+            self._admit()
+            plan, _ = self._next_step()
+        if plan is not None:
+            self._effects.append(RunStep(plan))
+
+    def _next_step(self) -> tuple[StepPlan | None, bool]:
+        """The plan, if there is one, and whether somebody was preempted."""
         plan, victims = self.steps.plan(self._now)
         for victim in victims:
             self.admission.computes_no_more(victim)
             self._effects += self.supply.keep(victim)
             self.reporter.preempted()
-        if plan is not None:
-            self._effects.append(RunStep(plan))
+        return plan, bool(victims)
 
     def _pace(self, knobs: Knobs) -> Pace:
         scheduler, gap_s = self.config.scheduler, self.config.targets.gap_ms / 1e3

@@ -21,6 +21,7 @@ from cbdisagg.api.stream import Stream
 from cbdisagg.core import admission, placement, scheduler
 from cbdisagg.core.admission import Admission
 from cbdisagg.core.coordinator import CoordinatorCore
+from cbdisagg.core.effects import RunStep
 from cbdisagg.core.handoff import Handoffs, Reservation
 from cbdisagg.core.peers import Peers
 from cbdisagg.core.placement import Placement
@@ -102,6 +103,13 @@ def victimise_reserved(patcher: MonkeyPatch) -> None:
 
     changed(WorkerCore, "__init__", with_core)(patcher)
     changed(Scheduler, "_grow", grow_from_reserved)(patcher)
+
+
+def plan_once(self: WorkerCore) -> None:
+    """Where the last that ran was preempted, nobody else is let in."""
+    plan, _ = self._next_step()
+    if plan is not None:
+        self._effects.append(RunStep(plan))
 
 
 def oldest_first(*values: Any, **named: Any) -> Any:
@@ -341,7 +349,7 @@ MUTATIONS = [
         "a job waits for ever",
         instead(Admission, "waits_for_peers", lambda *_: False),
         "crossed, no room",
-        "has not ended",
+        "jobs wait where nothing runs",
     ),
     Mutation(
         7,
@@ -380,6 +388,13 @@ MUTATIONS = [
         directed.the_latest_arrival_is_preempted,
         "the oldest has lost its pages",
     ),
+    Mutation(
+        9,
+        "what the preempted held is left free",
+        instead(WorkerCore, "_plan", plan_once),
+        "preemption of the last",
+        "jobs wait where nothing runs",
+    ),
     Mutation(10, "the hit is written too", changed(Handoffs, "open", write_the_hit_too), "hit", "writes page"),
     Mutation(10, "a hit may be the whole prompt", instead(Scheduler, "match", match_all), "prefix", "has not ended"),
     Mutation(
@@ -390,7 +405,7 @@ MUTATIONS = [
         "jobs join what a peer computes",
         instead(Admission, "joins", join_anything),
         "crossed prefix",
-        "has not ended",
+        "jobs wait where nothing runs",
     ),
     Mutation(
         11,

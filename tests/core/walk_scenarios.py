@@ -130,6 +130,13 @@ SCENARIOS = [
         prompt=PROMPT,
         floor=6_900,
     ),
+    Scenario(
+        "preemption of the last",
+        setting(CROSSED, pages=3),
+        asked("123", "22", "1", tokens=4),
+        prompt=PROMPT,
+        floor=5_400,
+    ),
     Scenario("api", setting(), TWO, {"api": 1}, floor=2_000),
     Scenario(
         "prefix", setting(cache=True), asked("1231", "1232"), {"cancel": 1, KILL_P: 1}, prompt=PROMPT, floor=1_300
