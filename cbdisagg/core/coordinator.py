@@ -132,8 +132,13 @@ class CoordinatorCore:
             self._effects.append(reject(api, request, 503, "no worker is ready", 1.0))
 
     def _return(self, source: Address, message: Return) -> None:
-        known = source.incarnation in self.workers and message.request.id.api in self.apis
-        if known and self.reported:
+        """What a suspect runs comes again from its api: whoever was to take it over, not having heard of the suspect,
+        would not hear of its end.
+        """
+        member = self.workers.get(source.incarnation)
+        if member is None or member.suspect or message.request.id.api not in self.apis:
+            return
+        if self.reported:
             self._effects += self.placement.give_back(source, message.request, message.late, self._now)
 
     def _steer(self, message: Steer) -> None:

@@ -14,7 +14,7 @@ TARGETS = Targets(0.5, 0.05)
 
 
 def world(*roles: str, **policy: object) -> World:
-    made = World(Setting(roles or ("prefill", "decode"), Config(policy=Policy(mode="disaggregate", **policy))))
+    made = World(Setting(roles or ("prefill", "decode"), Config(policy=Policy(**{"mode": "disaggregate", **policy}))))
     made.settle()
     return made
 
@@ -75,6 +75,33 @@ def test_what_was_computed_for_an_older_submission_is_not_taken_for_the_newer_on
     assert reserved.spec.submission == 1
     service.deliver((prefill.address.incarnation, decode.address.incarnation))
     assert reserved.state is State.RESERVED
+    service.settle()
+    assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)
+    service.check_quiet()
+
+
+def run(service: World) -> None:
+    """All that can happen while no time passes."""
+    while (action := next(service.actions(), None)) is not None:
+        action()
+
+
+def test_a_suspect_s_stream_is_not_moved_to_a_newcomer_who_would_not_hear_of_its_end() -> None:
+    service = world("any", "any", mode="aggregate")
+    stream = service.api.submit([1, 2, 3], Sampling(max_tokens=6), TARGETS, None)
+    while not stream.output:
+        next(service.actions())()
+    [owner] = [worker for worker in service.workers if worker.core.requests]
+    [other] = [worker for worker in service.workers if worker is not owner]
+    service.stopped |= {SUPERVISOR.incarnation, owner.address.incarnation}
+    service.suspect(owner.address.incarnation)
+    run(service)
+    service.kill(other.address.incarnation)  # its successor is told of everybody but the suspect
+    run(service)
+    owner.relieve(stream.request.id)
+    run(service)
+    service.kill(owner.address.incarnation)
+    service.stopped.clear()
     service.settle()
     assert list(stream.output) == expected_output([1, 2, 3], stream.request.sampling, service.setting.max_len)
     service.check_quiet()

@@ -315,7 +315,7 @@ LARGE = [
         {"leave any-0": 1, "suspect any-0": 1},
         most=2,
         prompt=PROMPT,
-        floor=48_000,
+        floor=19_000,
     ),
     Scenario(
         "leaves, coordinator",
