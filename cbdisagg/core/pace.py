@@ -92,7 +92,7 @@ class Pace:
             return False
         gap_s, due_s = ends + step_s - now, self.gamma * request.spec.targets.tpot_s
         later = request.limit - len(request.tokens) - 2
-        return gap_s - due_s > max(0.0, later * (due_s - step_s)) or 0 < self.gap_s < gap_s
+        return late_for_good(gap_s, due_s, step_s, later) or 0 < self.gap_s < gap_s
 
     # ------------------------------------------------------------------------------------------------- shares
 
@@ -169,6 +169,13 @@ class Pace:
         """The oldest prompt, if it has waited long enough to be served in any case, and is not."""
         oldest = min(prompts, key=lambda prompt: prompt.order)
         return oldest if oldest.passed >= PATIENCE and oldest.key not in chunks else None
+
+
+def late_for_good(gap_s: float, due_s: float, step_s: float, later: int) -> bool:
+    """Whether a stream whose second token comes `gap_s` after the first is late to the end: each of the `later` ones
+    gains what `step_s` lacks of `due_s`.
+    """
+    return gap_s - due_s > max(0.0, later * (due_s - step_s))
 
 
 def rows(streams: Sequence[Request]) -> Sums:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cbdisagg.core.forecast import prompts_before, prompts_s
+from cbdisagg.core.pace import late_for_good
 from cbdisagg.messages import Address, Forecast, Knobs, Role
 
 HANDOVER_S = 0.002  # messages and scheduling of one hand-over; the bytes are counted apart
@@ -58,8 +59,8 @@ class View:
 
     `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting; `streams`: that
     decode now. `place_s`: until a sequence has ended whose place a new one takes. `free_at`: from when on the
-    `queued_tokens` of prompts are computed, in `queued_s`. `step_s`: a step with all sequences and one more, but for
-    its context. `room`: tokens of KV.
+    `queued_tokens` of prompts are computed, in `queued_s`; `busy_to`: when the first step with some of them ends.
+    `step_s`: a step with all sequences and one more, but for its context. `room`: tokens of KV.
     """
 
     address: Address
@@ -73,6 +74,7 @@ class View:
     forecast: Forecast
     place_s: float
     free_at: float
+    busy_to: float
     step_s: float
     room: int
 
@@ -137,6 +139,7 @@ def look(
     lacking = max(0, sequences + 1 - max_batch)
     known = sequences - unseen
     joining = unseen + (1 if known else 0)  # a forecast for nobody is one for a first sequence
+    queued_s = prompts_s(forecast, queued_tokens)
     return View(
         address=address,
         role=role,
@@ -145,10 +148,11 @@ def look(
         streams=streams,
         max_batch=max_batch,
         queued_tokens=queued_tokens,
-        queued_s=prompts_s(forecast, queued_tokens),
+        queued_s=queued_s,
         forecast=forecast,
         place_s=lacking * between_ends_s,
         free_at=free_at,
+        busy_to=free_at + min(queued_s, forecast.full_s),
         step_s=forecast.step_s + joining * forecast.row_s,
         room=room,
     )
@@ -251,7 +255,7 @@ def route(sight: Sight, knobs: Knobs, wanted: Wanted) -> Decision:
             way = _way_to(view, least, sight)
         if way is not None:
             decode, link = way
-            options.append(_hand_over(view, decode, seats[id(decode)], link, sight, wanted, why_not))
+            options.append(_hand_over(view, decode, seats[id(decode)], link, sight, wanted, why_not, knobs.gamma))
         elif view.pin != "prefill":
             options.append(_stay(view, seats[id(view)], sight, wanted, "no-way"))
     if not options:  # nobody who prefills reaches anybody who decodes
@@ -381,30 +385,45 @@ def _stay(view: View, seat: Seat, sight: Sight, wanted: Wanted, reason: str) -> 
 
 
 def _hand_over(
-    prefill: View, decode: View, seat: Seat, link: Link, sight: Sight, wanted: Wanted, reason: str
+    prefill: View, decode: View, seat: Seat, link: Link, sight: Sight, wanted: Wanted, reason: str, gamma: float
 ) -> Decision:
     """What the decode worker lacks goes over the link; its place there is reserved before the prefill starts."""
     missing = max(1, wanted.tokens - sight.cached.get(decode.address, 0))
-    return Decision(
-        prefill.address,
-        decode.address,
-        reason,
-        decode.place_s
-        + sight.ttft_s(prefill, wanted.tokens)
-        + link.seconds(missing, missing * prefill.forecast.token_s),
-        *seat,
-        prefill.idle and decode.idle,
-    )
+    pushed_s = link.seconds(missing, missing * prefill.forecast.token_s)
+    ttft_s = decode.place_s + sight.ttft_s(prefill, wanted.tokens) + pushed_s
+    busy_s = decode.busy_to + decode.forecast.first_s - sight.now
+    if ttft_s < busy_s:
+        ttft_s = _held_s(ttft_s, busy_s, decode, seat.step_s, wanted, gamma)
+    return Decision(prefill.address, decode.address, reason, ttft_s, *seat, prefill.idle and decode.idle)
+
+
+def _held_s(ttft_s: float, busy_s: float, decode: View, step_s: float, wanted: Wanted, gamma: float) -> float:
+    """When a first token is told that comes while a step runs there: at its end, where pace.py holds it back so long.
+
+    `busy_s`: the end of the first step with prompts that wait; there may be one before it that runs now.
+    """
+    runs_s = busy_s - (decode.busy_to - decode.free_at)
+    ends_s = runs_s if ttft_s < runs_s else busy_s
+    due_s = gamma * wanted.tpot_s
+    held = late_for_good(ends_s + step_s - ttft_s, due_s, step_s, wanted.max_tokens - 2)
+    return ends_s if held and ends_s <= wanted.ttft_s else ttft_s
 
 
 def _best(options: Sequence[Decision]) -> Decision:
-    ranks = [(option.breaks, round(option.ttft_s / GRID_S)) for option in options]
-    first = min(ranks)
-    equal = [option for option, rank in zip(options, ranks, strict=True) if rank == first]
-    best = equal[0]
-    if len(equal) > 1:
-        best = min(equal, key=lambda option: (option.load, option.decode, option.prefill))
+    best, first = options[0], _rank(options[0])
+    for option in options[1:]:
+        rank = _rank(option)
+        if rank < first or (rank == first and _tie(option) < _tie(best)):
+            best, first = option, rank
     reason = best.reason
     if reason == "faster" and all(option.kind == "local" for option in options):
         reason = "colocated"
     return best._replace(reason=reason, others=tuple([option for option in options if option is not best]))
+
+
+def _rank(option: Decision) -> tuple[bool, int]:
+    return option.step_s > option.limit_s or not option.fits, round(option.ttft_s / GRID_S)
+
+
+def _tie(option: Decision) -> tuple[int, Address, Address]:
+    return option.load, option.decode, option.prefill

@@ -8,8 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from itertools import repeat
-from operator import contains
 
 from cbdisagg.messages import Hash
 
@@ -58,7 +56,10 @@ class Residency:
 
     def has(self, value: Hash) -> bool:
         """Is this page probably there?"""
-        return any(map(contains, self._generations, repeat(value)))
+        for generation in self._generations:  # noqa: SIM110  # any() takes three times as long, and is asked often
+            if value in generation:
+                return True
+        return False
 
     def count(self, hashes: Sequence[Hash]) -> int:
         """Leading pages of the chain that are probably there. A chain is forgotten from its end, so it has no gaps."""
