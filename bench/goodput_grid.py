@@ -46,7 +46,7 @@ class Cell(Struct, frozen=True):
     baselines the best, and those that were the best until it was found.
 
     `queued`: the policy tuned so that every request waits its turn; `tuned`: it may also refuse, which is a miss, what
-    would be late, and does so even if it keeps up with a little less (sim/tune.py: PRICE). `knobs`: those of `tuned`.
+    would be late, and does so even if a few fewer are in time (sim/tune.py: PRICE). `knobs`: those of `tuned`.
     `overloaded`: what is left of its goodput at OVERLOAD times that rate, as a part of the most that it reaches at any
     load; `queue_left`: the same of the policy as it comes, which refuses nobody.
     """
@@ -175,20 +175,27 @@ def cells(
 ) -> Iterator[Cell]:
     """One for each part of the requests. `turns`: simulations that the tuner may use for each.
 
-    `longer`: the same requests for several times as long, for an overload that has come to stay.
+    `longer`: the same requests for several times as long. What has been found is judged by these runs: chance weighs
+    less in them, has not been chosen by, and an overload has come to stay.
     """
     workers = sum(group.count for group in config.workers)
     first = targets.goal(workload, lab.profile, parts[0])
     for part in parts:
         goal = dataclasses.replace(first, part=part)
+        own = targeted(goal)
         search = Search(config, lab, goal, QUEUED)
         starts = search.starts()
-        split = best_of(_services(config, lab, _splits(starts), targeted(goal)), goal)
+        split = best_of(_services(config, lab, _splits(starts), own), goal)
         begun = {name: values for name, values in starts.items() if ":" not in name}
         queued = search.run(turns, begun | {name: _splits(starts)[name] for name in list(split)[-1:]})
         tuned = Search(config, lab, goal, TURNED).run(turns, {"queued": queued.best})
         chunks = best_of(_services(config, lab, _chunks(AGGREGATE), LOOSE), goal, queued.sustained)
-        best, usual = (longer.service(changed(config, {**targeted(goal), **v})) for v in (tuned.best, FREE))
+
+        ours = {DEADLINES: AGGREGATE, POLICY: FREE, "queued": queued.best, "tuned": tuned.best}
+        services = _services(config, longer, ours, own)
+        rates = _judge(services, goal, dict.fromkeys(ours, queued.sustained) | {"tuned": tuned.sustained})
+        chunks = _judge(_services(config, longer, _chunks(AGGREGATE), LOOSE), goal, _last(chunks))
+        split = _judge(_services(config, longer, _splits(starts), own), goal, _last(split))
         yield Cell(
             profile=lab.profile.model,
             workload=workload.name,
@@ -196,17 +203,25 @@ def cells(
             ttft_ms=1e3 * goal.ttft_s,
             tpot_ms=1e3 * goal.tpot_s,
             part=part,
-            aggregation={
-                name: rate / workers for name, rate in {**chunks, DEADLINES: queued.starts["aggregate"]}.items()
-            },
+            aggregation={name: rate / workers for name, rate in {**chunks, DEADLINES: rates[DEADLINES]}.items()},
             disaggregation={name: rate / workers for name, rate in split.items()},
-            default=queued.starts[POLICY] / workers,
-            queued=queued.sustained / workers,
-            tuned=tuned.sustained / workers,
+            default=rates[POLICY] / workers,
+            queued=rates["queued"] / workers,
+            tuned=rates["tuned"] / workers,
             knobs=dict(tuned.best),
-            overloaded=left_at(OVERLOAD, best, goal, tuned.sustained),
-            queue_left=left_at(OVERLOAD, usual, goal, queued.starts[POLICY]),
+            overloaded=left_at(OVERLOAD, services["tuned"], goal, rates["tuned"]),
+            queue_left=left_at(OVERLOAD, services[POLICY], goal, rates[POLICY]),
         )
+
+
+def _last(found: Mapping[str, float]) -> dict[str, float]:
+    """The best two, which chance may have put in this order."""
+    return dict(list(found.items())[-2:])
+
+
+def _judge(services: Mapping[str, Service], goal: Goal, near: Mapping[str, float]) -> dict[str, float]:
+    """What those of them keep up with that are said to be `near` a rate."""
+    return {name: services[name].sustained(goal, near=rate or None) for name, rate in near.items()}
 
 
 def _chunks(values: Values, name: str = "") -> dict[str, Values]:

@@ -8,7 +8,7 @@ A trial costs one run: the new setting is asked at the lowest rate at which the 
 the goal there, or comes nearer to it, its own rate is looked for.
 
 At the rate that a service keeps up with nobody has to be refused, so often that gains nothing; but with more requests
-than that, one that refuses nobody has almost none in time. So at the end refusing is taken for as good as free.
+than that, one that refuses nobody has almost none in time. So at the end refusing is asked once more, at a PRICE.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ class Knob:
 
 ADMISSION = "policy.admission"
 REFUSING: Values = MappingProxyType({ADMISSION: "early-reject"})
-PRICE = 0.02
-"""What refusing may cost, as a part of the rate that is kept up with: of some hundred requests, less is chance."""
+PRICE = 0.01
+"""What refusing may cost, as a part of the requests in time at the same rate. Near 99 % the rate that is kept up with
+says little: where that part falls by a tenth of a percent from one rung to the next, chance decides among many rungs.
+"""
 KNOBS = (
     Knob(ADMISSION, ("queue", "early-reject"), "whether a request that would be late is refused at once"),
     Knob("policy.rho", (0.0, 0.5, 0.7, 0.8, 0.9, 1.0), "how full a decode step may be, as a part of the TPOT target"),
@@ -59,8 +61,8 @@ class Trial:
     """`values` in place of the best so far, at `rate`: the part of the requests within the targets there.
 
     `before`: that of the best so far at the same rate; `best`: what that one keeps up with. `sustained`: what this one
-    does, if it was looked for. `what`: a knob's key, or "pins". `price`: by what part less it may keep up with, for
-    what it is worth otherwise.
+    does, if it was looked for. `what`: a knob's key, or "pins". `price`: by what part of `before` fewer may be in time,
+    for what it is worth otherwise.
     """
 
     what: str
@@ -74,11 +76,11 @@ class Trial:
 
     @property
     def kept(self) -> bool:
-        """It keeps up with more, or with enough for its price, or nothing has kept up so far and this comes nearer."""
+        """It keeps up with more, or costs no more than it may, or nothing has kept up so far and this comes nearer."""
         if self.sustained is None:
             return False
-        least = (1 - self.price) * self.best
-        return self.sustained > self.best or not self.best or (self.price > 0 and self.sustained >= least)
+        cheap = self.price > 0 and self.sustained > 0 and self.within >= (1 - self.price) * self.before
+        return self.sustained > self.best or not self.best or cheap
 
     @property
     def gain(self) -> str:
