@@ -54,17 +54,25 @@ def test_answers_of_one_token_have_no_tpot_to_compare(outputs: str, metrics: set
 def test_each_first_token_is_held_against_what_was_foreseen() -> None:
     runs = [Firsts([100.0, 200.0], [110.0, 180.0]), Firsts([120.0, 200.0], [120.0, 200.0])]
     runs += [Firsts([100.0, 210.0], [100.0, 210.0])]
-    simulator, coordinator = compare_each(2.0, runs, [100.0, 250.0])
+    simulator, coordinator, equal = compare_each(2.0, runs, [100.0, 250.0])
     assert (simulator.median, simulator.p90) == (pytest.approx(0.125), pytest.approx(0.225))
-    assert (coordinator.who, coordinator.median) == ("coordinator", pytest.approx(0.0)) and coordinator.holds
-    assert coordinator.p90 == pytest.approx(0.1)
+    assert (coordinator.who, coordinator.median, coordinator.p90) == ("coordinator", 0.0, 0.0) and coordinator.holds
     assert not simulator.holds
+    assert equal.holds and (equal.median, equal.p90) == (pytest.approx(0.5 / 21), pytest.approx(0.9 / 21))
     lacking = [runs[0], Firsts([120.0, 200.0], [120.0, None])]
-    _, coordinator = compare_each(2.0, lacking, [100.0, 250.0])
+    _, coordinator, _ = compare_each(2.0, lacking, [100.0, 250.0])
     assert (coordinator.who, coordinator.p90, coordinator.holds) == ("coordinator", None, False)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table([coordinator]))
+    console.print(table([coordinator, equal]))
     assert "nothing for some" in console.export_text()
+
+
+def test_a_disturbed_run_is_not_what_a_prediction_is_judged_by() -> None:
+    even, disturbed = Firsts([100.0] * 20, [100.0] * 20), Firsts([100.0, 400.0] * 10, [100.0] * 20)
+    _, coordinator, equal = compare_each(2.0, [even, disturbed, even], [100.0] * 20)
+    assert (coordinator.p90, equal.p90) == (0.0, 0.0)
+    (_, alone) = compare_each(2.0, [disturbed], [100.0] * 20)
+    assert alone.p90 == pytest.approx(0.75) and not alone.holds
 
 
 def test_what_the_coordinator_foresaw_is_read_from_its_trace(tmp_path: Path) -> None:
