@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +95,17 @@ def test_a_worker_that_is_pinned_to_decode_draws_what_it_has_room_for() -> None:
     assert names(route(sight(free, pinned), AUTO, WANTED)) == ("w0", "w1", "drawn")
     busy = worker("w1", pin="decode", streams=4, step_s=0.045)
     assert names(route(sight(free, busy), AUTO, WANTED)) == ("w0", "w0", "colocated")
+
+
+def test_a_first_token_that_is_held_to_the_end_of_a_step_is_foretold_then() -> None:
+    """It comes after 0.1 s; the step that runs where it decodes ends after 0.3 s, one with what is queued after 0.5."""
+    prefill = worker("w0", role="prefill")
+    running = dataclasses.replace(worker("w1", pin="decode"), free_at=0.3, busy_to=0.5)
+    queued = dataclasses.replace(running, free_at=0.05)
+    short, long, late = Wanted(100, 5, 1.0, 0.05), Wanted(100, 100, 1.0, 0.05), Wanted(100, 5, 0.25, 0.05)
+    foretold = [[route(sight(prefill, v), AUTO, w).ttft_s for w in (short, long, late)] for v in (running, queued)]
+    soon = pytest.approx(0.1, abs=0.005)
+    assert foretold == [[pytest.approx(0.3), soon, soon], [pytest.approx(0.5), soon, soon]]
 
 
 def test_mixing_that_does_not_pay_is_a_reason_to_hand_over() -> None:

@@ -60,3 +60,11 @@ def test_first_tokens_of_a_gpu_are_foretold(roles: str, rate: float) -> None:
     config = Config(workers=workers, kv=Kv(memory_mb=60_000), targets=Targets(ttft_ms=300, tpot_ms=15))
     asks = make_workload(250, rate, Lengths(755, "lognormal", 4096), Lengths(200, "lognormal", 1024), 7)
     check(off(config, replace(profile("h200-llama3.1-8b"), host=Host()), asks))
+
+
+@pytest.mark.parametrize("output", [2, 5, 10, 60])
+def test_a_first_token_that_is_held_back_is_foretold(output: int) -> None:
+    """A short prompt, while the decode worker computes a long one by itself."""
+    asks = [Ask(0.0, 5, 360), Ask(0.05, output, 11)]
+    wrong = off(load_config(ROOT / "configs" / "1p1d.toml"), profile("cpu-smollm2-135m-1-thread"), asks)
+    assert max(wrong) < 0.1
