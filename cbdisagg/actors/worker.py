@@ -7,6 +7,7 @@ gives its requests away first, and retires when none is left; while loading ther
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -31,7 +32,7 @@ from cbdisagg.actors.starting import BEAT_S
 from cbdisagg.config import Config, ConfigError, on_gpus
 from cbdisagg.core.events import FromWorkerInbox, Landed, Leave, PushDone, WorkerEvent
 from cbdisagg.core.invariants import check_worker
-from cbdisagg.core.profile import parse_profile
+from cbdisagg.core.profile import Profile, parse_profile
 from cbdisagg.core.sizing import size_pool
 from cbdisagg.core.worker import WorkerCore
 from cbdisagg.engine.base import Launcher, Runner
@@ -46,6 +47,7 @@ from cbdisagg.messages import (
     Lead,
     Members,
     Message,
+    PoolInfo,
     Progress,
     Suspect,
     ToWorker,
@@ -56,6 +58,8 @@ from cbdisagg.transfer.cuda_ipc import Copier
 from cbdisagg.transfer.cuda_pool import DevicePool
 from cbdisagg.transfer.pool import MappedPool, create_pool
 from cbdisagg.transfer.select import make_transfer
+
+log = logging.getLogger(__name__)
 
 READ_S = 0.25
 """Between a worker's last words and its end: who hears of its death should have read them by then."""
@@ -84,10 +88,17 @@ Loader: TypeAlias = Callable[[Start, Config, Address, Callable[[str, float], Non
 
 def load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None]) -> Loaded:
     """Read the model and make the pool. Raises ConfigError: a model that cannot be served, settings that do not fit."""
+    profile = _profiled(config.profile.path)
+    loaded = _load(start, config, me, progress, COARSE if profile is None else profile.cost)
+    if profile is not None:
+        _compare(profile, loaded.pool.info, config, on_gpu=start.device != "cpu")
+    return loaded
+
+
+def _load(start: Start, config: Config, me: Address, progress: Callable[[str, float], None], costs: Costs) -> Loaded:
     progress("importing torch", 0.0)
     from cbdisagg.engine.build import build_runner, describe  # torch; only here, and only in a worker
 
-    costs = _profiled(config.profile.path)
     if start.device != "cpu":
         there = load_on_device(start, config, me, progress)
         fingerprint = _fingerprint(there.fingerprint, config)
@@ -108,15 +119,23 @@ def _fingerprint(model: str, config: Config) -> str:
     return f"{model} page {config.kv.page_size} protocol {PROTOCOL_VERSION}"
 
 
-def _profiled(path: str) -> Costs:
-    """The costs in a profile, if one is named. Raises ConfigError."""
+def _profiled(path: str) -> Profile | None:
+    """The profile, if one is named. Raises ConfigError."""
     if not path:
-        return COARSE
+        return None
     try:
         data = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(f"[profile] path = {path}: {error.strerror}") from None
-    return parse_profile(data, path).cost
+    return parse_profile(data, path)
+
+
+def _compare(profile: Profile, pool: PoolInfo, config: Config, on_gpu: bool) -> None:
+    """Costs of something else are no reason not to serve: they are learnt anew. But the first decisions are wrong."""
+    foreign = profile.foreign(pool.layers, pool.layers * pool.page_bytes // config.kv.page_size, on_gpu)
+    if foreign:
+        path = config.profile.path
+        log.warning("[profile] path = %s: measured with %s; measure this one: cbdisagg profile", path, foreign)
 
 
 async def run_worker(life: Life, start: Start, config: Config, load: Loader = load) -> None:

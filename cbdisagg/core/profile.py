@@ -74,6 +74,15 @@ class Profile(Costs, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def cost(self) -> CostModel:
         return CostModel.of(self)
 
+    def foreign(self, layers: int, kv_bytes: int, on_gpu: bool) -> str:
+        """What about it shows that it was measured with another model, or on another kind of device; "" if nothing."""
+        if (self.layers, self.kv_bytes) != (layers, kv_bytes):
+            sizes = f"{self.layers} layers and {self.kv_bytes} bytes of KV a token, here {layers} and {kv_bytes}"
+            return f"{self.model} in {self.dtype}: {sizes}"
+        if on_gpu != (self.memory is not None):
+            return f"{self.machine}, and this is {'a' if on_gpu else 'no'} GPU"
+        return ""
+
 
 def parse_profile(data: bytes, source: str) -> Profile:
     """The profile in the file `source`. Raises ConfigError: one line that names the file and what is wrong in it."""

@@ -68,3 +68,21 @@ def test_the_profiles_that_come_along_read_and_name_their_source(path: Path) -> 
     assert measured or ("aiconfigurator" in profile.note and "Assumed" in profile.note)
     one, many = ([Work(1000, 1, True)] * batch for batch in (1, 128))
     assert 0 < profile.cost.step_s(one) < profile.cost.step_s(many) < 128 * profile.cost.step_s(one)
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_bytes", "on_gpu", "said"),
+    [
+        (2, 8, False, ""),
+        (3, 8, False, "m in float32: 2 layers and 8 bytes of KV a token, here 3 and 8"),
+        (2, 4, False, "m in float32: 2 layers and 8 bytes of KV a token, here 2 and 4"),
+        (2, 8, True, "x, and this is a GPU"),
+    ],
+)
+def test_what_was_measured_elsewhere_is_seen(layers: int, kv_bytes: int, on_gpu: bool, said: str) -> None:
+    assert parse_profile(json.dumps(GIVEN).encode(), "p.json").foreign(layers, kv_bytes, on_gpu) == said
+
+
+def test_a_gpu_s_profile_is_foreign_to_a_cpu() -> None:
+    on_gpu = GIVEN | {"memory": {"total": 10**10, "weights": 10**9, "vocab": 1}}
+    assert "this is no GPU" in parse_profile(json.dumps(on_gpu).encode(), "p.json").foreign(2, 8, on_gpu=False)

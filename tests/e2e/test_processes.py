@@ -106,6 +106,14 @@ def ends_without_a_trace(it: Running, signals: list[signal.Signals], status: int
         assert caller.connect_ex((host, int(port))) != 0
 
 
+def test_a_profile_of_another_model_is_said(short_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    profiles = Path(__file__).parents[2] / "configs" / "profiles"
+    for name, foreign in (("h200-llama3.1-8b", True), ("cpu-smollm2-135m-1-thread", False)):
+        with served(short_folder, "--set", f"profile.path={profiles / name}.json") as it:
+            ends_without_a_trace(it, [signal.SIGTERM], 0)
+        assert ("measured with Llama-3.1-8B" in capfd.readouterr().err) == foreign
+
+
 def test_a_port_in_use_is_one_line_that_names_it(short_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
