@@ -75,6 +75,21 @@ def test_the_journal_of_a_coordinator_is_a_workload(tmp_path: Path, capsys: pyte
     assert (found["requests"], found["prompt_tokens"], found["generated_tokens"]) == (10, 1000, 70)
 
 
+def test_a_fault_for_nobody_is_no_proof_that_it_was_survived(tmp_path: Path) -> None:
+    script = tmp_path / "faults"
+    script.write_text("1 kill nobody-9\n")
+    with pytest.raises(ConfigError, match="no 'nobody-9'; there are coordinator, prefill-0, decode-0"):
+        call("made", "--profile", PROFILE, "--requests", "5", "--faults", str(script))
+
+
+def test_who_refuses_everybody_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    call("made", "--profile", PROFILE, "--requests", "5", "--set", "policy.admission=early-reject",
+         "--set", "targets.ttft_ms=1")  # fmt: skip
+    said = capsys.readouterr().out
+    assert "5 refused" in said and "the first that was refused: the first token would take" in said
+    assert " 0.00" not in next(line for line in said.splitlines() if line.startswith("TTFT"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -43,11 +43,14 @@ class Use(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """Counts, seconds, tokens per second. `attainment` from 0 to 1: of both targets, and of each."""
+    """Counts, seconds, tokens per second. `attainment` from 0 to 1: of both targets, and of each. `refusal`: why the
+    first of those `rejected` was.
+    """
 
     requests: int
     done: int
     rejected: int
+    refusal: str
     failed: int
     resumed: int
     seconds: float
@@ -80,6 +83,7 @@ def report(outcome: Outcome) -> Report:
         requests=len(records),
         done=len(done),
         rejected=sum(record.status == "rejected" for record in records),
+        refusal=next((record.message for record in records if record.status == "rejected"), ""),
         failed=sum(record.status == "failed" for record in records),
         resumed=sum(record.submissions > 1 for record in records),
         seconds=seconds,
@@ -131,6 +135,7 @@ def lines(told: Report) -> list[str]:
     each = f"TTFT {told.ttft_attainment:.1%}, TPOT {told.tpot_attainment:.1%}"
     rows = [
         f"{told.requests} requests in {told.seconds:.1f} s: {ends}",
+        *([f"the first that was refused: {told.refusal}"] if told.refusal else []),
         f"goodput {told.goodput_per_s:.2f} requests/s: {kept} ({each})",
         f"{told.prompt_tokens} prompt tokens, {told.generated_tokens} generated, {told.generated_per_s:.0f} per s; "
         f"{told.preemptions} preemptions, {told.cached_tokens} prompt tokens cached",
@@ -139,7 +144,8 @@ def lines(told: Report) -> list[str]:
     ]
     for name in ("ttft", "tpot", "itl", "queue"):
         found: Latency = getattr(told, f"{name}_s")
-        figures = "".join(f"{1e3 * value:10.2f}" for value in (found.p50, found.p90, found.p99, found.mean))
+        values = (found.p50, found.p90, found.p99, found.mean)
+        figures = "".join(f"{1e3 * value:10.2f}" if told.done else f"{'-':>10}" for value in values)
         rows.append(f"{name.upper() if name != 'queue' else name:6}{figures}")
     rows += ["", "routes: " + (", ".join(f"{why} {count}" for why, count in sorted(told.decisions.items())) or "none")]
     head = "worker            busy    steps   tokens/step   generated   pushed MiB   pages"

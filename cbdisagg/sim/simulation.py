@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cbdisagg.config import Config
+from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.effects import Note
 from cbdisagg.core.profile import Profile
 from cbdisagg.sim.clients import Record
-from cbdisagg.sim.faults import Fault
+from cbdisagg.sim.faults import COORDINATOR, Fault
 from cbdisagg.sim.fleet import Layout
 from cbdisagg.sim.machine import Meter
 from cbdisagg.sim.service import Service
@@ -67,11 +67,15 @@ def simulate(
     `concurrency`: so many clients ask one after the other, whatever `arrival_s` says; 0: requests come at their times.
     `restart_s`: until a worker that was killed is back. `settle_s`: so long the service goes on after the last end, for
     those who observe it. `observer` sees every event of every core; `ended` is called at each end of a request. Raises
-    ConfigError if the pool is too small, Stuck if the requests do not come to an end.
+    ConfigError if the pool is too small, or a fault is to strike nobody, Stuck if the requests do not come to an end.
     """
     run = _Run(asks, concurrency, ended)
     service = Service(config, profile, layout, run.end, restart_s=restart_s, observer=observer)
+    names = [COORDINATOR, *(machine.address.name for machine in service.machines.values())]
     for fault in faults:
+        if fault.target not in names:
+            some = ", ".join(names[:4]) + (f" ... {names[-1]}" if len(names) > 4 else "")
+            raise ConfigError(f"fault after {fault.at_s:g} s: there is no {fault.target!r}; there are {some}")
         service.clock.at(fault.at_s, service.strike, fault)
     run.through(service)
     outcome = _outcome(service)
