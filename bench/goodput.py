@@ -41,7 +41,7 @@ from cbdisagg.sim.goodput import Lab
 
 PARTS = (0.9, 0.99)
 LASTING = 4
-"""An overload lasts so many times as long as the other runs: at first any service has room."""
+"""The runs that count last so many times as long as those of the search: at first any service has room."""
 ONLY_VIRTUAL = ("profile", "workers", "kv_gb", "only", "aim", "fine", "quick", "turns", "read")
 ONLY_WALL = ("config", "rates", "lengths", "targets", "rounds", "requests", "port")
 
@@ -49,7 +49,8 @@ ONLY_WALL = ("config", "rates", "lengths", "targets", "rounds", "requests", "por
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is run: every combination. `tokens`: generated in a run, at most; requests come for `patience` times as long
-    as one of them may take. `turns`: simulations of the tuner for each cell.
+    as one of them may take, and `lasting` times that in the runs that count. `turns`: simulations of the tuner for
+    each cell.
     """
 
     profiles: Sequence[Profile]
@@ -61,6 +62,7 @@ class Plan:
     turns: int
     tokens: int
     patience: float
+    lasting: int
     seed: int
 
     def demand(self, workload: Workload, targets: Targets, profile: Profile, longer: int = 1) -> Demand:
@@ -93,7 +95,7 @@ def goodput(
     aim: Annotated[list[str] | None, typer.Option(help="Targets, by name; repeatable. Default: all.")] = None,
     fine: Annotated[bool, typer.Option("--fine", help="More targets, longer runs, more turns of the tuner.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only: within a minute.")
+        bool, typer.Option("--quick", help="Two workers, two workloads, 90 % only, short runs: a minute or two.")
     ] = False,
     turns: Annotated[int, typer.Option(callback=at_least(0), help="Runs of the tuner per cell; 0: as suits.")] = 0,
     read: Annotated[
@@ -135,6 +137,7 @@ def goodput(
         turns=turns or (60 if fine else 8 if quick else 12),
         tokens=400_000 if fine else 30_000 if quick else 100_000,
         patience=4.0 if fine else 2.0,
+        lasting=1 if quick else LASTING,
         seed=seed,
     )
     check_picture(plot)
@@ -218,7 +221,7 @@ def run(plan: Plan) -> tuple[list[Cell], int]:
             for workload in plan.workloads:
                 for targets in plan.targets:
                     lab, longer = (
-                        Lab(profile, plan.demand(workload, targets, profile, times), ran) for times in (1, LASTING)
+                        Lab(profile, plan.demand(workload, targets, profile, times), ran) for times in (1, plan.lasting)
                     )
                     for cell in cells(config, lab, longer, workload, targets, plan.parts, plan.turns):
                         found.append(cell)
