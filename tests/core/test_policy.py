@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cbdisagg.core.policy import (
@@ -273,6 +273,7 @@ def test_more_load_never_promises_an_earlier_first_token(
 ) -> None:
     n = which % len(numbers)
     streams, queued, step_s, room = numbers[n]
+    assume(queued or not streams)  # the first prompt waits for the step that runs, the next ones only for the first
     loaded = [*numbers[:n], (streams + more_streams, queued + more_queued, step_s, room), *numbers[n + 1 :]]
     for knobs in (AGGREGATE, AUTO):
         before, after = (route(sight(*fleet(state)), knobs, wanted) for state in (numbers, loaded))
