@@ -400,7 +400,8 @@ def _hand_over(
 def _held_s(ttft_s: float, busy_s: float, decode: View, step_s: float, wanted: Wanted, gamma: float) -> float:
     """When a first token is told that comes while a step runs there: at its end, where pace.py holds it back so long.
 
-    `busy_s`: the end of the first step with prompts that wait; there may be one before it that runs now.
+    `busy_s`: the end of the first step with prompts that wait; there may be one before it that runs now. What is held
+    back for `targets.gap_ms` alone is not foretold.
     """
     runs_s = busy_s - (decode.busy_to - decode.free_at)
     ends_s = runs_s if ttft_s < runs_s else busy_s
@@ -422,7 +423,7 @@ def _best(options: Sequence[Decision]) -> Decision:
 
 
 def _rank(option: Decision) -> tuple[bool, int]:
-    return option.step_s > option.limit_s or not option.fits, round(option.ttft_s / GRID_S)
+    return option.breaks, round(option.ttft_s / GRID_S)
 
 
 def _tie(option: Decision) -> tuple[int, Address, Address]:
