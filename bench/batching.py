@@ -25,7 +25,7 @@ from cbdisagg_bench.batching_parts import PARTS, Plan
 from cbdisagg_bench.batching_scales import SCALES, Scale
 from cbdisagg_bench.batching_systems import SYSTEMS
 from cbdisagg_bench.batching_theory import CAVEATS
-from cbdisagg_bench.options import at_least, chosen, make_folder, numbers
+from cbdisagg_bench.options import PORTS, SEEDS, THREADS, TOKENS, amounts, at_least, chosen, make_folder, numbers
 from cbdisagg_bench.pictures.grids import token_grid
 from cbdisagg_bench.pictures.terminal import bars, legend, side_by_side, slots_text, table
 from cbdisagg_bench.service import ServiceFailed
@@ -33,7 +33,6 @@ from rich.console import Console
 
 from cbdisagg.cli import fail
 from cbdisagg.config import ConfigError
-from cbdisagg.validate import RANGES
 
 CLOCKS = ("virtual", "wall")
 QUICK_ARRIVALS, QUICK_QPS, QUICK_FRACTIONS = 20, (4.0,), (0.8,)
@@ -67,7 +66,7 @@ def batching(
         str | None,
         typer.Option(help="Parts of each system's own capacity; empty: none. Default: 0.5,0.8,0.95."),
     ] = None,
-    pool: Annotated[int, typer.Option(callback=at_least(0), help="KV tokens of the pool; 0: the scale's.")] = 0,
+    pool: Annotated[int, typer.Option(callback=at_least(0, TOKENS), help="KV tokens of the pool; 0: the scale's.")] = 0,
     model: Annotated[
         str,
         typer.Option(
@@ -76,11 +75,15 @@ def batching(
     ] = "",
     device: Annotated[str, typer.Option(help="wall: cpu or cuda:N. Default: cpu; with --scale gpu: cuda:0.")] = "",
     dtype: Annotated[str, typer.Option(help="wall: bfloat16, float32; float16 on a GPU.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(callback=at_least(0), help="wall: of the model; 0: one per core.")] = 0,
+    threads: Annotated[
+        int, typer.Option(callback=at_least(0, THREADS), help="wall: of the model; 0: one per core.")
+    ] = 0,
     seed: Annotated[
-        int, typer.Option(callback=at_least(0), help="Of prompts and lengths; the article's: 51934.")
+        int, typer.Option(callback=at_least(0, SEEDS), help="Of prompts and lengths; the article's: 51934.")
     ] = SEED,
-    port: Annotated[int, typer.Option(callback=at_least(0), help="wall: of the services; 0: any that is free.")] = 0,
+    port: Annotated[
+        int, typer.Option(callback=at_least(*PORTS), help="wall: of the services; 0: any that is free.")
+    ] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.html, results.json, trace.json, pictures/.")
     ] = None,
@@ -96,8 +99,6 @@ def batching(
     names = _some("--systems", systems, SYSTEMS)
     (scale_name,) = chosen("--scale", [scale or ("cpu" if clock == "wall" else "a100")], SCALES)
     made = _some("--parts", parts, PARTS)
-    if port > RANGES["http.port"][1]:
-        raise typer.BadParameter(f"{port} is not a port, from 0 to {RANGES['http.port'][1]}", param_hint="'--port'")
     if out is not None and find_spec("matplotlib") is None:
         fail("--out draws pictures with matplotlib, which is not there: pip install 'cbdisagg[bench]'")
     where = _device(device, clock, scale_name)
@@ -176,16 +177,7 @@ def _positive(option: str, text: str | None, default: Sequence[float]) -> list[f
     """Comma-separated numbers above 0; none for an empty text."""
     if text is None:
         return list(default)
-    found = []
-    for word in _words(text):
-        try:
-            value = float(word)
-        except ValueError:
-            value = 0.0
-        if not 0 < value < 1e6:
-            raise typer.BadParameter(f"{word!r} in {text!r} is not a number above 0", param_hint=f"'{option}'")
-        found.append(value)
-    return found
+    return amounts(option, text) if text.strip() else []
 
 
 def _sized(scale: Scale, caps: str, pool: int, systems: Sequence[str]) -> Scale:

@@ -27,6 +27,7 @@ from cbdisagg_bench.batching_parts import (
 from cbdisagg_bench.batching_run import Results, run_virtual, run_wall, workloads
 from cbdisagg_bench.batching_systems import ALONE
 from cbdisagg_bench.company import QUIET, Company
+from cbdisagg_bench.progress import progress_bar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -77,7 +78,7 @@ def measure(plan: Plan, console: Console) -> Report:
 @contextmanager
 def _bar(console: Console) -> Iterator[Progress]:
     columns = (TextColumn("{task.description:>34}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(*columns, console=console) as progress:
         yield progress
 
 

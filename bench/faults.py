@@ -30,7 +30,8 @@ from cbdisagg_bench.faults_moments import Striker
 from cbdisagg_bench.faults_processes import Processes
 from cbdisagg_bench.faults_service import Rest
 from cbdisagg_bench.faults_trial import Plan, Trial
-from cbdisagg_bench.options import at_least, chosen
+from cbdisagg_bench.options import SEEDS, at_least, chosen
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed, running
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -141,7 +142,9 @@ def faults(
     ] = "bfloat16",
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Requests of one round of the load.")] = 48,
     concurrency: Annotated[int, typer.Option(callback=at_least(1), help="How many clients at once.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the requests, the faults and their moments.")] = 0,
+    seed: Annotated[
+        int, typer.Option(callback=at_least(0, SEEDS), help="Of the requests, the faults and their moments.")
+    ] = 0,
     keep: Annotated[Path | None, typer.Option(help="Where the journals and the log are left.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -160,7 +163,7 @@ def faults(
         options, suspect_s = service_options(config, set_ or [], model, dtype, folder)
         plan = Plan(kills, requests, concurrency, seed, suspect_s, TOLERANCE[dtype], each, limit_s)
         try:
-            with Progress(console=Console(stderr=True), transient=True) as progress:
+            with progress_bar() as progress:
                 report = asyncio.run(measure(plan, options, folder, progress))
         except ServiceFailed as failure:
             fail(str(failure))

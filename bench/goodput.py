@@ -25,17 +25,32 @@ from cbdisagg_bench.company import Company
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import amounts, at_least, check_picture, check_place, chosen, command, pairs, refuse_unused
+from cbdisagg_bench.options import (
+    PORTS,
+    ROUNDS,
+    SEEDS,
+    WORKERS,
+    amounts,
+    at_least,
+    check_picture,
+    check_place,
+    chosen,
+    command,
+    pairs,
+    refuse_unused,
+)
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from cbdisagg.actors.cores import usable_cores
 from cbdisagg.cli import fail
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.profile import Profile, parse_profile
 from cbdisagg.load import load_config
+from cbdisagg.misfit import misfit
 from cbdisagg.sim.demand import FEWEST, Demand
 from cbdisagg.sim.goodput import Lab
 
@@ -78,8 +93,12 @@ def goodput(
     profile: Annotated[
         list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
     ] = None,
-    workers: Annotated[int, typer.Option(callback=at_least(2), help="Equal ones, shared out in every way.")] = 3,
-    kv_gb: Annotated[float, typer.Option(callback=at_least(1), help="KV memory of each worker, in 10^9 bytes.")] = 60.0,
+    workers: Annotated[
+        int, typer.Option(callback=at_least(2, WORKERS), help="Equal ones, shared out in every way.")
+    ] = 3,
+    kv_gb: Annotated[
+        float, typer.Option(callback=at_least(1, 1_000), help="KV memory of each worker, in 10^9 bytes.")
+    ] = 60.0,
     config: Annotated[Path | None, typer.Option(help="Wall clock: model, targets and knobs of the policy.")] = None,
     rates: Annotated[str, typer.Option(help="Wall clock: requests per second, as 1,2.")] = "1,2,3",
     lengths: Annotated[
@@ -88,9 +107,9 @@ def goodput(
     targets: Annotated[
         str, typer.Option(help="Wall clock: TTFT/TPOT in ms, as 500/30,1000/50; else the config's.")
     ] = "",
-    rounds: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each load.")] = 3,
+    rounds: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="Wall clock: of each load.")] = 3,
     requests: Annotated[int, typer.Option(callback=at_least(1), help="Wall clock: of each run.")] = 20,
-    port: Annotated[int, typer.Option(callback=at_least(0), help="Wall clock: of the first service; 0: any.")] = 0,
+    port: Annotated[int, typer.Option(callback=at_least(*PORTS), help="Wall clock: of the first service; 0: any.")] = 0,
     only: Annotated[list[str] | None, typer.Option(help="Workloads, by name; repeatable. Default: all.")] = None,
     aim: Annotated[list[str] | None, typer.Option(help="Targets, by name; repeatable. Default: all.")] = None,
     fine: Annotated[bool, typer.Option("--fine", help="More targets, longer runs, more turns of the tuner.")] = False,
@@ -101,7 +120,7 @@ def goodput(
     read: Annotated[
         list[Path] | None, typer.Option(help="Run nothing: show the cells in this file of --out; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of arrivals and lengths.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of arrivals and lengths.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the cells as JSON there too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the heat map (matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -171,7 +190,7 @@ def _on_this_machine(
     columns = (TextColumn("{task.description:>40}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     try:
         company = Company()
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        with progress_bar(*columns) as bar:
             task = bar.add_task("runs", total=len(configs) * len(wanted) * rounds)
             work = goodput_wall.measure(configs, wanted, requests, rounds, seed, port, bar, lambda: bar.advance(task))
             runs = uvloop.run(work)
@@ -234,7 +253,7 @@ def run(plan: Plan) -> tuple[list[Cell], int]:
 def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
     """On stderr; the context gives what to call at the end of a cell, and before each simulation."""
     columns = (TextColumn("{task.description:>28}"), BarColumn(), TextColumn("{task.fields[runs]} runs"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+    with progress_bar(*columns, TimeElapsedColumn()) as bar:
         task = bar.add_task("cells", total=total, runs=0)
         count = 0
 
@@ -248,10 +267,11 @@ def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]
 
 def read_cells(path: Path) -> list[Cell]:
     """Those of an earlier run, by the virtual clock. Raises ConfigError: one line that names the file."""
+    data = read_bytes(path)
     try:
-        return msgspec.json.decode(read_bytes(path), type=_Kept).cells
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path}: not written by bench goodput --out: {error}") from None
+        return msgspec.json.decode(data, type=_Kept).cells
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not written by bench goodput --out: {misfit(data, _Kept, error)}") from None
 
 
 class _Kept(msgspec.Struct):

@@ -26,9 +26,9 @@ import typer
 from cbdisagg_bench.gpu_part import PARTS
 from cbdisagg_bench.gpu_rows import Row
 from cbdisagg_bench.options import chosen
+from cbdisagg_bench.progress import progress_bar
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from cbdisagg.cli import fail
@@ -86,7 +86,7 @@ def gpu(
     except OSError as error:
         fail(f"--out {out}: {error.strerror}")
     outcomes, left_over_s = list[Outcome](), 0.0
-    with log, Progress(console=Console(stderr=True), transient=True) as progress:
+    with log, progress_bar() as progress:
         task = progress.add_task("", total=len(names))
         for name in names:
             progress.update(task, description=name)

@@ -22,10 +22,9 @@ from typing import Annotated
 import typer
 from cbdisagg_bench.load_asks import Ask, fill
 from cbdisagg_bench.load_client import Client
-from cbdisagg_bench.options import at_least, chosen
+from cbdisagg_bench.options import ROUNDS, SEEDS, THREADS, TOKENS, at_least, chosen
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed, running
-from rich.console import Console
-from rich.progress import Progress
 
 from cbdisagg.cli import fail
 from cbdisagg.sim.arrivals import Lengths, make_workload
@@ -90,7 +89,7 @@ async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, see
         service("pair", PAIR.format(**places), dtype) as pair,
         service("single", SINGLE.format(**places), dtype) as single,
     ):
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("prompts", total=len(asks))
             for n, ask in enumerate(asks):
                 name, url = (("1P1D", pair), ("single", single))[n % 2]
@@ -102,12 +101,12 @@ async def measure(repeat: int, prompt_tokens: int, threads: int, dtype: str, see
 
 
 def handover(
-    starts: Annotated[int, typer.Option(callback=at_least(1), help="How often both services are started.")] = 3,
+    starts: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="How often both services are started.")] = 3,
     repeat: Annotated[int, typer.Option(callback=at_least(2), help="Prompts for each service and start.")] = 50,
-    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 512,
-    threads: Annotated[int, typer.Option(callback=at_least(1), help="Threads of each worker.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1, TOKENS), help="Length of each prompt.")] = 512,
+    threads: Annotated[int, typer.Option(callback=at_least(1, THREADS), help="Threads of each worker.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of the prompts.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Time the hand-over from a prefill to a decode worker.

@@ -22,13 +22,13 @@ import typer
 from cbdisagg_bench.kernels_others import OtherRow, measure_others, others_table
 from cbdisagg_bench.limits import COLD_BYTES, KINDS, Limits, seconds
 from cbdisagg_bench.machine import machine_name
-from cbdisagg_bench.options import at_least, chosen, numbers
+from cbdisagg_bench.options import THREADS, at_least, chosen, numbers
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_kernels.linear import Linear, PackedLinear, PlainLinear, has_packed_form
 from cbdisagg_kernels.native import Native, native
 from cbdisagg_kernels.native_linear import NativeLinear, Packer
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 SHAPES = {"qkv": (960, 576), "out": (576, 576), "up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
@@ -55,12 +55,15 @@ class Row:
     peak: float
 
 
+MOST_ROWS = 65_536
+
+
 def kernels(
     kinds: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8, float32.")] = "bfloat16,int8",
     shapes: Annotated[str, typer.Option(help=f"Products, comma-separated: {', '.join(SHAPES)}.")] = ",".join(SHAPES),
     rows: Annotated[str, typer.Option(help="Comma-separated numbers of rows, of products.")] = "1,8,16,32,64,512",
     threads: Annotated[
-        int, typer.Option(callback=at_least(0), help="Threads of each product; 0: one per core it may use.")
+        int, typer.Option(callback=at_least(0, THREADS), help="Threads of each product; 0: one per core it may use.")
     ] = 0,
     repeat: Annotated[int, typer.Option(callback=at_least(2), help="Rounds for each figure.")] = 11,
     only: Annotated[str, typer.Option(help="products, or others: attention, RoPE, norm, activation, drawing.")] = "",
@@ -73,7 +76,7 @@ def kernels(
     wanted = chosen("--only", [only] if only else PARTS, PARTS)
     names = chosen("--kinds", [name.strip() for name in kinds.split(",")], KINDS)
     parts = chosen("--shapes", [name.strip() for name in shapes.split(",")], SHAPES)
-    counts = numbers("--rows", rows)
+    counts = numbers("--rows", rows, MOST_ROWS)
     library = native()
     if library is None:
         raise typer.BadParameter("there are no native kernels here; the log says why", param_hint="CBDISAGG_NATIVE")
@@ -81,7 +84,7 @@ def kernels(
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     products, others = list[Row](), list[OtherRow]()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         if "products" in wanted:
             task = progress.add_task("products", total=len(names) * len(parts) * len(counts))
             for row in measure(library, names, parts, counts, threads, repeat):

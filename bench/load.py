@@ -21,13 +21,26 @@ from cbdisagg_bench.load_client import Answer, run
 from cbdisagg_bench.load_report import Aims, Report, heading, summarise_all, table
 from cbdisagg_bench.load_servers import Server, check_lengths, find, named
 from cbdisagg_bench.machine import machine_name
-from cbdisagg_bench.options import at_least, check_picture, check_place, refuse_unused
+from cbdisagg_bench.options import (
+    BURSTS,
+    ROUNDS,
+    SEEDS,
+    TOKENS,
+    TPOTS_MS,
+    TTFTS_MS,
+    at_least,
+    check_picture,
+    check_place,
+    lengths,
+    refuse_unused,
+)
+from cbdisagg_bench.progress import progress_bar
 from rich.console import Console
 from rich.progress import Progress
 
 from cbdisagg.config import ConfigError
 from cbdisagg.sim import workload
-from cbdisagg.sim.arrivals import Lengths, make_workload, parse_lengths, rearrive
+from cbdisagg.sim.arrivals import make_workload, rearrive
 from cbdisagg.sim.traces import read_requests
 
 REQUESTS = 64
@@ -76,7 +89,7 @@ def load(
         float, typer.Option(callback=at_least(0), help="Arrivals per second; 0: as places get free, or as in the file.")
     ] = 0.0,
     burst: Annotated[
-        float, typer.Option(callback=at_least(0.01), help="Variance of the gaps between arrivals; 1: Poisson.")
+        float, typer.Option(callback=at_least(*BURSTS), help="Variance of the gaps between arrivals; 1: Poisson.")
     ] = 1.0,
     file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Requests as JSON lines; Azure, Mooncake traces.")
@@ -86,15 +99,17 @@ def load(
     ] = PROMPTS,
     output_tokens: Annotated[str, typer.Option(help="As prompts.")] = OUTPUTS,
     text: Annotated[bool, typer.Option("--text", help="Prompts of words instead of token ids.")] = False,
-    vocab: Annotated[int, typer.Option(callback=at_least(1), help="Token ids are drawn below this.")] = VOCAB,
+    vocab: Annotated[int, typer.Option(callback=at_least(1, TOKENS), help="Token ids are drawn below this.")] = VOCAB,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
-    ttft_ms: Annotated[float, typer.Option(callback=at_least(0), help="Target for goodput; 0: none.")] = 0.0,
-    tpot_ms: Annotated[float, typer.Option(callback=at_least(0), help="The same.")] = 0.0,
-    rounds: Annotated[int, typer.Option(callback=at_least(1), help="How often each server gets the load.")] = 1,
+    ttft_ms: Annotated[
+        float, typer.Option(callback=at_least(0, TTFTS_MS[1]), help="Target for goodput; 0: none.")
+    ] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(callback=at_least(0, TPOTS_MS[1]), help="The same.")] = 0.0,
+    rounds: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="How often each server gets the load.")] = 1,
     warm_up: Annotated[int, typer.Option(callback=at_least(0), help="Requests before, that do not count.")] = 0,
     model: Annotated[str, typer.Option(help="Model name; empty: the first that each server lists.")] = "",
     api_key: Annotated[str, typer.Option(help="Sent as bearer token.")] = "",
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of prompts, lengths and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of prompts, lengths and arrivals.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON, with each request's times, to a file.")] = None,
     plot: Annotated[
@@ -121,7 +136,7 @@ def load(
     servers = [uvloop.run(find(name, url, model, api_key)) for name, url in map(named, urls)]
     check_lengths(asks, servers)
     turns = Turns(places, warm_up, ignore_eos, api_key)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         runs = uvloop.run(_take_turns(servers, [asks, *others], turns, progress))
     setting: dict[str, object] = {
         "command": "serve",
@@ -160,21 +175,14 @@ def _requests(
     file: Path | None, count: int | None, rate: float, burst: float, prompts: str, outputs: str, seed: int
 ) -> list[workload.Ask]:
     if file is None:
-        lengths = _lengths("--prompt-tokens", prompts), _lengths("--output-tokens", outputs)
-        return make_workload(count or REQUESTS, rate, *lengths, seed, burst)
+        made = lengths("--prompt-tokens", prompts), lengths("--output-tokens", outputs)
+        return make_workload(count or REQUESTS, rate, *made, seed, burst)
     try:
         asks = read_requests(file.read_bytes(), str(file))
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="'--file'") from None
     asks = asks[:count]
     return rearrive(asks, rate, seed, burst) if rate else asks
-
-
-def _lengths(option: str, text: str) -> Lengths:
-    try:
-        return parse_lengths(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
 # --------------------------------------------------------------------------------------------------------- the runs

@@ -11,46 +11,88 @@ from pathlib import Path
 
 import typer
 
+from cbdisagg.sim.arrivals import Lengths, parse_lengths
+from cbdisagg.validate import RANGES
 
-def at_least(low: int) -> Callable[[float | list[int] | None], float | list[int] | None]:
+MANY = 1_000_000
+"""More of anything than that is a mistake: it would run for weeks, or not fit in memory."""
+WORKERS = 2_000
+"""Of a simulation. Each knows all others, so memory and the start grow with the square: 2.5 GB and two minutes."""
+ROUNDS = 1_000
+THREADS = 1_024
+TOKENS = 1 << 24
+"""Of a sequence: as `[model] max_len`."""
+SEEDS = (1 << 32) - 1
+BURSTS = (0.01, 10_000)
+PORTS = RANGES["http.port"]
+LINKS_GBPS = RANGES["transfer.floor_gbps"]
+TTFTS_MS, TPOTS_MS = RANGES["targets.ttft_ms"], RANGES["targets.tpot_ms"]
+"""From and to: those of a config are right here too."""
+
+
+def at_least(low: float, most: float = MANY) -> Callable[[float | list[int] | None], float | list[int] | None]:
     """A callback for a number, or for each of a repeated option; typer's own `min` does not name the value."""
 
     def check(value: float | list[int] | None) -> float | list[int] | None:
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         for number in numbers:
-            if not number >= low:
-                raise typer.BadParameter(f"{number} is not a number from {low} up")
+            if not low <= number <= most:  # so written, NaN is refused too
+                raise typer.BadParameter(f"{number} is not a number from {low} up to {most:,}")
         return value
 
     return check
 
 
-def numbers(option: str, text: str) -> list[int]:
-    """Comma-separated numbers from 1 up."""
+def numbers(option: str, text: str, most: int = MANY) -> list[int]:
+    """Comma-separated numbers from 1 up to `most`."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        if not (part.isascii() and part.isdigit() and int(part)):
+        if not _is_count(part, most):
             raise typer.BadParameter(
-                f"{part!r} in {text!r} is not a number from 1 up; separate with commas: 1,8", param_hint=f"'{option}'"
+                f"{part!r} in {text!r} is not a number from 1 up to {most:,}; separate with commas: 1,8",
+                param_hint=f"'{option}'",
             )
     return [int(part) for part in parts]
 
 
 def amounts(option: str, text: str) -> list[float]:
     """Comma-separated numbers above 0, by size."""
-    found = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"\d*\.?\d+", part, re.ASCII) and float(part) for part in found):
-        raise typer.BadParameter(f"{text!r}: write numbers above 0, as 0.5,1", param_hint=f"'{option}'")
-    return sorted({float(part) for part in found})
+    found = set()
+    for part in text.split(","):
+        try:
+            value = float(part)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= MANY:
+            raise typer.BadParameter(
+                f"{part.strip()!r} in {text!r} is not a number above 0 and up to {MANY:,}; separate with commas: 0.5,1",
+                param_hint=f"'{option}'",
+            )
+        found.add(value)
+    return sorted(found)
 
 
 def pairs(option: str, text: str, between: str, example: str) -> list[tuple[int, int]]:
     """Comma-separated pairs of numbers from 1 up, with a sign `between` them."""
-    number = r"([1-9]\d*)"
-    found = [re.fullmatch(rf"\s*{number}{re.escape(between)}{number}\s*", part, re.ASCII) for part in text.split(",")]
-    if not all(found):
-        raise typer.BadParameter(f"{text!r}: write pairs of numbers from 1 up, as {example}", param_hint=f"'{option}'")
-    return [(int(pair[1]), int(pair[2])) for pair in found if pair]
+    found = [[number.strip() for number in pair.split(between)] for pair in text.split(",")]
+    if not all(len(pair) == 2 and all(_is_count(number, MANY) for number in pair) for pair in found):
+        raise typer.BadParameter(
+            f"{text!r}: write pairs of numbers from 1 up to {MANY:,}, as {example}", param_hint=f"'{option}'"
+        )
+    return [(int(first), int(second)) for first, second in found]
+
+
+def _is_count(text: str, most: int) -> bool:
+    """From 1 up to `most`; no sign, no leading 0."""
+    return bool(re.fullmatch(r"[1-9]\d{0,17}", text, re.ASCII)) and int(text) <= most
+
+
+def lengths(option: str, text: str) -> Lengths:
+    """Tokens of made-up prompts or answers."""
+    try:
+        return parse_lengths(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
 def chosen(option: str, names: Collection[str], choices: Collection[str]) -> list[str]:

@@ -23,10 +23,10 @@ import typer
 import uvloop
 from cbdisagg_bench.load_asks import VOCAB, Ask, fill
 from cbdisagg_bench.load_client import Answer, run
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.options import PORTS, ROUNDS, TOKENS, at_least
 from cbdisagg_bench.overhead_bare import Order
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed, running
-from rich.console import Console
 from rich.progress import Progress
 
 from cbdisagg.actors.cores import usable_cores
@@ -54,10 +54,10 @@ def overhead(
     config: Annotated[Path, typer.Argument(exists=True, help="TOML file, as for serve.")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, as for serve.")] = None,
     batch: Annotated[int, typer.Option(callback=at_least(1), help="Streams that run at once.")] = 16,
-    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 128,
-    output_tokens: Annotated[int, typer.Option(callback=at_least(32), help="Length of each answer.")] = 256,
-    rounds: Annotated[int, typer.Option(callback=at_least(1), help="Of a bare run and a served one.")] = 7,
-    port: Annotated[int, typer.Option(help="Of the service; 0: any that is free.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1, TOKENS), help="Length of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(callback=at_least(32, TOKENS), help="Length of each answer.")] = 256,
+    rounds: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="Of a bare run and a served one.")] = 7,
+    port: Annotated[int, typer.Option(callback=at_least(*PORTS), help="Of the service; 0: any that is free.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Time decoding over HTTP against the bare step.
@@ -66,7 +66,7 @@ def overhead(
     """
     try:
         chosen = load_config(config, settings or [])
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with progress_bar() as progress:
             order = _order(chosen, batch, prompt_tokens, output_tokens)
             given = ("--config", str(config), *(word for each in settings or [] for word in ("--set", each)))
             lengths = Lengths(prompt_tokens), Lengths(output_tokens)

@@ -17,7 +17,7 @@ import typer
 from cbdisagg_bench.load import CONCURRENCY, OUTPUTS, PROMPTS, REQUESTS
 from cbdisagg_bench.load_asks import VOCAB, Ask, fill
 from cbdisagg_bench.machine import machine_name
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.options import SEEDS, THREADS, at_least
 
 from cbdisagg.sim.arrivals import make_workload, parse_lengths
 
@@ -32,8 +32,10 @@ def peers(
         Path, typer.Argument(exists=True, file_okay=False, help="A model folder; for openvino, one that optimum made.")
     ],
     dtype: Annotated[str, typer.Option(help="Of static: bfloat16 or float32.")] = "bfloat16",
-    threads: Annotated[int, typer.Option(callback=at_least(0), help="0: as the engine chooses.")] = 0,
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of prompts and lengths, as of bench serve.")] = 0,
+    threads: Annotated[int, typer.Option(callback=at_least(0, THREADS), help="0: as the engine chooses.")] = 0,
+    seed: Annotated[
+        int, typer.Option(callback=at_least(0, SEEDS), help="Of prompts and lengths, as of bench serve.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
     """Generated tokens per second of an engine in this process, on the requests of `bench serve`.

@@ -23,12 +23,13 @@ import torch
 import typer
 from cbdisagg_bench.company import QUIET, Company
 from cbdisagg_bench.machine import processor
-from cbdisagg_bench.options import at_least, check_place, command
+from cbdisagg_bench.options import ROUNDS, SEEDS, TOKENS, at_least, check_place, command
 from cbdisagg_bench.profile_fit import errors, fit_steps, fit_transfers
 from cbdisagg_bench.profile_host import measure_host
 from cbdisagg_bench.profile_live import measure_live
 from cbdisagg_bench.profile_neighbour import Computes, Neighbour, Pushes
 from cbdisagg_bench.profile_steps import Case, Range, Stepper, decode, prefill, sweep, unseen
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.transfer import Geometry, Pair
 from msgspec.structs import replace
@@ -63,11 +64,11 @@ def profile(
         int, typer.Option(callback=at_least(0), help="Threads of the worker; 0: the cores divided by the workers.")
     ] = 0,
     context: Annotated[
-        int, typer.Option(callback=at_least(0), help="Longest sequence; 0: what the config allows, up to 4096.")
+        int, typer.Option(callback=at_least(0, TOKENS), help="Longest sequence; 0: what the config allows, up to 4096.")
     ] = 0,
-    rounds: Annotated[int, typer.Option(callback=at_least(1), help="Times that each step is measured.")] = 3,
+    rounds: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="Times that each step is measured.")] = 3,
     checks: Annotated[int, typer.Option(callback=at_least(4), help="Steps that the fit is held against.")] = 48,
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of those steps, and of ids and pages.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of those steps, and of ids and pages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
 ) -> None:
     """Measure what steps and transfers cost here, and write a profile.
@@ -92,7 +93,7 @@ def profile(
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description:>28}"), BarColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    return progress_bar(*columns)
 
 
 @dataclass(frozen=True, slots=True)

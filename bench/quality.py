@@ -19,11 +19,11 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from cbdisagg_bench.options import at_least, chosen
+from cbdisagg_bench.options import THREADS, TOKENS, at_least, chosen
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_kernels.native import native
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from tokenizers import Tokenizer
 
@@ -75,9 +75,12 @@ def quality(
     ] = None,
     kinds: Annotated[str, typer.Option(help="Comma-separated: bfloat16, int8; float32 is always measured.")] = "",
     window: Annotated[
-        int, typer.Option(callback=at_least(2), help="Tokens that are scored in one context, which then starts anew.")
+        int,
+        typer.Option(
+            callback=at_least(2, TOKENS), help="Tokens that are scored in one context, which then starts anew."
+        ),
     ] = 1024,
-    threads: Annotated[int, typer.Option(callback=at_least(1), help="Threads of each operator.")] = 1,
+    threads: Annotated[int, typer.Option(callback=at_least(1, THREADS), help="Threads of each operator.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Perplexity, and agreement with float32, of each dtype.
@@ -89,7 +92,7 @@ def quality(
     wanted = [REFERENCE, *(kind for kind in chosen("--kinds", named, usable) if kind != REFERENCE)]
     settings = Model(path=model) if Path(model).exists() else Model(name=model)
     scores: dict[str, Scores] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         folder = prepare_model(settings, lambda stage, fraction: None)
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         ids = tokenizer.encode((text or TEXT).read_text(encoding="utf-8"), add_special_tokens=False).ids

@@ -20,7 +20,8 @@ import typer
 import uvloop
 from cbdisagg_bench.load_asks import VOCAB, Ask, fill
 from cbdisagg_bench.load_client import run
-from cbdisagg_bench.options import at_least
+from cbdisagg_bench.options import PORTS, TOKENS, at_least
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed, running
 from rich import box
 from rich.console import Console
@@ -59,9 +60,9 @@ def memory(
     config: Annotated[Path, typer.Argument(exists=True, help="TOML file, as for serve.")],
     settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, as for serve.")] = None,
     requests: Annotated[int, typer.Option(callback=at_least(1), help="That are asked before.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option(callback=at_least(1), help="Length of each answer.")] = 32,
-    port: Annotated[int, typer.Option(help="Of the service; 0: any that is free.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(callback=at_least(1, TOKENS), help="Length of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(callback=at_least(1, TOKENS), help="Length of each answer.")] = 32,
+    port: Annotated[int, typer.Option(callback=at_least(*PORTS), help="Of the service; 0: any that is free.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Add up the memory of all processes of a service.
@@ -73,7 +74,7 @@ def memory(
     given = ("--config", str(config), *(word for each in settings or [] for word in ("--set", each)))
     try:
         chosen = load_config(config, settings or [])
-        with Progress(console=Console(stderr=True), transient=True) as progress:
+        with progress_bar() as progress:
             prepare_model(chosen.model, lambda stage, fraction: None)
             lengths = Lengths(prompt_tokens), Lengths(output_tokens)
             asks = fill(make_workload(requests, 0.0, *lengths, 0), VOCAB, 0)

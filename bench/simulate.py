@@ -15,10 +15,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from cbdisagg_bench.options import at_least, check_picture, command
+from cbdisagg_bench.options import BURSTS, LINKS_GBPS, SEEDS, WORKERS, at_least, check_picture, command
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_bytes, read_profile
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from cbdisagg.config import ConfigError, Workers
 from cbdisagg.core.profile import Profile
@@ -31,6 +31,7 @@ from cbdisagg.sim.report import lines, report
 from cbdisagg.sim.simulation import Outcome, Stuck
 from cbdisagg.sim.simulation import simulate as run
 
+FAR_MS = 10_000
 ROLES: dict[str, Role] = {"P": "prefill", "D": "decode", "A": "any"}
 
 
@@ -47,7 +48,9 @@ def simulate(
     rate: Annotated[
         float, typer.Option(callback=at_least(0), help="Requests per second. 0: at the trace's times; made: at once.")
     ] = 0.0,
-    burst: Annotated[float, typer.Option(help="Variance of the gaps over Poisson's; above 1 in clumps.")] = 1.0,
+    burst: Annotated[
+        float, typer.Option(callback=at_least(*BURSTS), help="Variance of the gaps over Poisson's; above 1 in clumps.")
+    ] = 1.0,
     concurrency: Annotated[
         int, typer.Option(callback=at_least(0), help="Closed loop: so many clients, one request after the other.")
     ] = 0,
@@ -59,12 +62,13 @@ def simulate(
         int, typer.Option(callback=at_least(0), help="Workers that can push pages to each other; 0: all.")
     ] = 0,
     far_ms: Annotated[
-        float, typer.Option(callback=at_least(0), help="Latency between hosts, of messages and of pages.")
+        float, typer.Option(callback=at_least(0, FAR_MS), help="Latency between hosts, of messages and of pages.")
     ] = 0.2,
     link_gbps: Annotated[
-        float, typer.Option(callback=at_least(0), help="Pages between hosts, 10^9 bytes/s; 0: as the profile says.")
+        float,
+        typer.Option(callback=at_least(*LINKS_GBPS), help="Pages between hosts, 10^9 bytes/s; 0: as the profile says."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of everything that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of everything that is drawn.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="PNG or SVG of the latencies and the use (matplotlib).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -125,6 +129,9 @@ def _workers(text: str) -> tuple[Workers, ...]:
             break
     if not groups or count or "".join(f"{group.count}{_letter(group.role)}" for group in groups) != text.upper():
         raise typer.BadParameter(f"{text!r}: write numbers and letters, as 2P3D or 4A", param_hint="'--workers'")
+    total = sum(group.count for group in groups)
+    if total > WORKERS:
+        raise typer.BadParameter(f"{text!r}: {total:,} workers; write at most {WORKERS:,}", param_hint="'--workers'")
     return tuple(groups)
 
 
@@ -136,7 +143,7 @@ def _letter(role: Role) -> str:
 def _progress(total: int) -> Iterator[Callable[[Record], None]]:
     """A bar on stderr; the context gives what is to be called at each end of a request."""
     columns = (TextColumn("{task.description:>20}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with progress_bar(*columns) as bar:
         task = bar.add_task("simulated requests", total=total)
         yield lambda record: bar.advance(task)
 

@@ -9,14 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import typer
+from cbdisagg_bench.options import lengths
 
 from cbdisagg.actors.journal import JournalError, read_journal
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.events import CoordinatorEvent
 from cbdisagg.core.profile import Profile, parse_profile
-from cbdisagg.sim.arrivals import make_workload, parse_lengths, rearrive, resample
+from cbdisagg.sim.arrivals import make_workload, rearrive, resample
 from cbdisagg.sim.traces import read_recorded, read_requests
-from cbdisagg.sim.workload import Ask
+from cbdisagg.sim.workload import LONGEST_S, Ask
 
 MADE = "made"
 PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
@@ -44,13 +45,9 @@ def read_profile(config: Config, given: Path | None) -> Profile:
 
 def read_asks(source: Path, count: int, rate: float, burst: float, prompts: str, outputs: str, seed: int) -> list[Ask]:
     """`count` 0: all of a file, or 100 made ones. `rate` 0: as the file has them, made ones all at once."""
-    if not burst > 0:
-        raise typer.BadParameter(f"{burst} is not above 0", param_hint="'--burst'")
     if str(source) == MADE:
-        try:
-            return make_workload(count or 100, rate, parse_lengths(prompts), parse_lengths(outputs), seed, burst)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
+        made = lengths("--prompts", prompts), lengths("--outputs", outputs)
+        return _soon(make_workload(count or 100, rate, *made, seed, burst), rate)
     asks = _recorded(source) if source.suffix == ".journal" else read_requests(read_bytes(source), str(source))
     if count > len(asks) and not rate:
         raise typer.BadParameter(
@@ -59,7 +56,15 @@ def read_asks(source: Path, count: int, rate: float, burst: float, prompts: str,
         )
     if count:
         asks = asks[:count] if count <= len(asks) else resample(asks, count, seed)
-    return rearrive(asks, rate, seed, burst) if rate else asks
+    return _soon(rearrive(asks, rate, seed, burst), rate) if rate else asks
+
+
+def _soon(asks: list[Ask], rate: float) -> list[Ask]:
+    """The same. Refuses a rate at which nearly all of the time nothing would happen."""
+    if asks[-1].arrival_s > LONGEST_S:
+        text = f"{rate:g}: request {len(asks)} would come after {asks[-1].arrival_s:.3g} s"
+        raise typer.BadParameter(f"{text}; at most {LONGEST_S:,} s can be simulated", param_hint="'--rate'")
+    return asks
 
 
 def _recorded(source: Path) -> list[Ask]:

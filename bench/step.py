@@ -26,13 +26,13 @@ import torch
 import typer
 from cbdisagg_bench import limits as native_limits
 from cbdisagg_bench.machine import machine_name
-from cbdisagg_bench.options import at_least, chosen, numbers
+from cbdisagg_bench.options import SEEDS, THREADS, at_least, chosen, numbers
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_kernels.native import native
 from cbdisagg_kernels.native_linear import BFLOAT16, FLOAT32, INT8
 from cbdisagg_kernels.ops import Ops, select
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from transformers import LlamaConfig
 
@@ -131,7 +131,7 @@ def step(
         str, typer.Option(help="Model folder, .gguf file or hub id. Without one: random weights, SmolLM2-135M's shape.")
     ] = "",
     threads: Annotated[
-        int, typer.Option(callback=at_least(0), help="Threads of each operator; 0: one per core it may use.")
+        int, typer.Option(callback=at_least(0, THREADS), help="Threads of each operator; 0: one per core it may use.")
     ] = 0,
     paths: Annotated[str, typer.Option(help="Comma-separated: native, torch. Default: what a worker would take.")] = "",
     dtypes: Annotated[str, typer.Option(help="Comma-separated: bfloat16, float32, int8 (native only).")] = "bfloat16",
@@ -142,10 +142,12 @@ def step(
         str, typer.Option(help="Comma-separated numbers of tokens that each sequence has.")
     ] = "128,512,1024",
     repeat: Annotated[int, typer.Option(callback=at_least(2), help="Steps measured for each figure.")] = 15,
-    temperature: Annotated[float, typer.Option(min=0, help="Of draws; 0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Of draws; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of draws; 1: all.")] = 1.0,
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of weights, ids and the order of pages.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(callback=at_least(0, 100), help="Of draws; 0 takes the likeliest token.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(callback=at_least(0), help="Of draws; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(callback=at_least(0, 1), help="Of draws; 1: all.")] = 1.0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of weights, ids and the order of pages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time decode steps and the prefill of 512 tokens.
@@ -167,7 +169,7 @@ def step(
     drawn = Sampling(max_tokens=1 << 20, temperature=temperature, top_k=top_k, top_p=top_p)
     limits = machine(threads)
     rows: list[Row] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("steps", total=len(names) * len(ways) * (len(cases) + 1))
         for name in names:
             progress.update(task, description=f"{name}: loading")

@@ -66,9 +66,13 @@ class Row(TypedDict):
     memcpy_gb_per_s: float
 
 
+LONGEST = 131_072
+"""Tokens of one hand-over: 3 GB of them in each of the two pools."""
+
+
 def transfer(
     tokens: Annotated[
-        list[int] | None, typer.Option(callback=at_least(1), help="Tokens of one hand-over; may be repeated.")
+        list[int] | None, typer.Option(callback=at_least(1, LONGEST), help="Tokens of one hand-over; may be repeated.")
     ] = None,
     kind: Annotated[list[str] | None, typer.Option(help="shm or zmq; may be repeated.")] = None,
     repeats: Annotated[int, typer.Option(callback=at_least(3), help="Hand-overs of each size.")] = 50,

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
-from cbdisagg_bench.options import at_least, check_place, command
+from cbdisagg_bench.options import BURSTS, SEEDS, TPOTS_MS, TTFTS_MS, WORKERS, at_least, check_place, command
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_profile
 from cbdisagg_bench.tune_config import Origin, as_toml
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from cbdisagg.config import ConfigError
 from cbdisagg.core.profile import Profile
@@ -39,10 +39,12 @@ ENOUGH = 1_000_000
 
 def tune(
     workload: Annotated[Path, typer.Argument(help=f'Workload, trace or coordinator\'s journal; "{MADE}" makes one.')],
-    ttft_ms: Annotated[float, typer.Option(callback=at_least(0.1), help="Target for the first token.")],
-    tpot_ms: Annotated[float, typer.Option(callback=at_least(0.1), help="Target for each later one.")],
+    ttft_ms: Annotated[float, typer.Option(callback=at_least(*TTFTS_MS), help="Target for the first token.")],
+    tpot_ms: Annotated[float, typer.Option(callback=at_least(*TPOTS_MS), help="Target for each later one.")],
     part: Annotated[float, typer.Option(help="Of the requests that is to meet both.")] = 0.9,
-    workers: Annotated[int, typer.Option(callback=at_least(0), help="How many; 0: as many as the config has.")] = 0,
+    workers: Annotated[
+        int, typer.Option(callback=at_least(0, WORKERS), help="How many; 0: as many as the config has.")
+    ] = 0,
     profile: Annotated[Path | None, typer.Option(help="What steps cost; else the config's [profile] path.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file to start from: model, pages, what is not tuned.")
@@ -53,14 +55,17 @@ def tune(
     ] = 0,
     prompts: Annotated[str, typer.Option(help="Lengths when made: 512, or lognormal:512:4096.")] = "lognormal:512:4096",
     outputs: Annotated[str, typer.Option(help="As prompts.")] = "lognormal:128:1024",
-    burst: Annotated[float, typer.Option(help="Made: variance of the gaps over Poisson's; above 1 in clumps.")] = 1.0,
+    burst: Annotated[
+        float,
+        typer.Option(callback=at_least(*BURSTS), help="Made: variance of the gaps over Poisson's; above 1 in clumps."),
+    ] = 1.0,
     refuse: Annotated[
         bool, typer.Option(help="May the service refuse (429) what would be late? A miss, but cheap.")
     ] = True,
     turns: Annotated[
         int, typer.Option(callback=at_least(0), help="Simulations for the knobs, beside the baselines.")
     ] = 100,
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of everything that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of everything that is drawn.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write a config there that serve loads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
@@ -113,7 +118,7 @@ def _progress() -> Iterator[Bar]:
     with how many there will be at most, and what hears of each trial.
     """
     columns = (TextColumn("{task.fields[what]:>32}"), BarColumn(), TextColumn("{task.completed} simulations"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+    with progress_bar(*columns, TimeElapsedColumn()) as bar:
         task = bar.add_task("tuning", total=None, what="baselines")
         yield (
             lambda: bar.advance(task),

@@ -24,7 +24,8 @@ from cbdisagg_bench.company import QUIET, Company
 from cbdisagg_bench.load_asks import VOCAB, fill
 from cbdisagg_bench.load_client import run as send
 from cbdisagg_bench.load_report import Report, summarise, ttft
-from cbdisagg_bench.options import at_least, command
+from cbdisagg_bench.options import ROUNDS, SEEDS, at_least, command, lengths
+from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.service import ServiceFailed, running
 from cbdisagg_bench.simulate_input import read_profile
 from cbdisagg_bench.validity_each import Each, Firsts, compare_each, read_foreseen
@@ -38,7 +39,7 @@ from cbdisagg.cli import fail
 from cbdisagg.config import Config, Policy
 from cbdisagg.core.profile import Profile
 from cbdisagg.load import load_config
-from cbdisagg.sim.arrivals import make_workload, parse_lengths
+from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.report import report
 from cbdisagg.sim.simulation import Outcome, simulate
 from cbdisagg.sim.workload import Ask
@@ -73,10 +74,10 @@ def validity(
     config: Annotated[Path, typer.Argument(exists=True, help="TOML file, as for serve.")],
     profile: Annotated[Path, typer.Option(exists=True, help="Of this machine, by cbdisagg profile.")],
     requests: Annotated[int, typer.Option(callback=at_least(10), help="Of each run.")] = 100,
-    runs: Annotated[int, typer.Option(callback=at_least(1), help="How often each load is put on.")] = 3,
+    runs: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="How often each load is put on.")] = 3,
     prompts: Annotated[str, typer.Option(help="Lengths: 128, or exponential:128:512.")] = "exponential:128:512",
     outputs: Annotated[str, typer.Option(help="As prompts.")] = "exponential:32:128",
-    seed: Annotated[int, typer.Option(callback=at_least(0), help="Of arrivals, lengths and ids.")] = 0,
+    seed: Annotated[int, typer.Option(callback=at_least(0, SEEDS), help="Of arrivals, lengths and ids.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compare simulated and measured latencies on three loads.
@@ -85,10 +86,8 @@ def validity(
     """
     settings = load_config(config)
     costs = read_profile(settings, profile)
-    try:
-        loads = _loads(settings, costs, requests, prompts, outputs, seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
+    made = lengths("--prompts", prompts), lengths("--outputs", outputs)
+    loads = _loads(settings, costs, requests, made, seed)
     company = Company()
     try:
         measured = asyncio.run(_measure(config, profile.resolve(), list(loads.values()), runs, seed))
@@ -124,10 +123,9 @@ def _told(rows: Sequence[Row], each: Sequence[Each], company: Company, seed: int
 
 
 def _loads(
-    settings: Config, costs: Profile, count: int, prompts: str, outputs: str, seed: int
+    settings: Config, costs: Profile, count: int, lengths: tuple[Lengths, Lengths], seed: int
 ) -> dict[float, list[Ask]]:
     """The requests of each load, by their rate per second."""
-    lengths = parse_lengths(prompts), parse_lengths(outputs)
     open_queue = replace(settings, policy=replace(settings.policy, queue_limit=max(count, Policy().queue_limit)))
     saturated = report(simulate(open_queue, costs, make_workload(count, 0.0, *lengths, seed))).requests_per_s
     rates = [round(part * saturated, 3) for part in PARTS]
@@ -163,7 +161,7 @@ async def _measure(
     """
     measured: list[list[Run]] = [[] for _ in loads]
     seeds = itertools.count(seed)
-    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
+    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
         settings = (f"model.served_name={NAME}", f"profile.path={profile}", "debug.trace=true")
         log = Path(folder) / "stderr"
         options = ("--config", str(config), *(word for setting in settings for word in ("--set", setting)))

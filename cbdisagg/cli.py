@@ -44,12 +44,20 @@ def main() -> NoReturn:
     try:
         status = app(arguments or ["--help"], prog_name="cbdisagg", standalone_mode=False)
     except USAGE_ERROR as error:
-        fail(f"{error.format_message().rstrip('.')} (see {_where(error)} --help)")
+        fail(f"{_told(error)} (see {_where(error)} --help)")
     except ConfigError as error:
         fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _told(error: typer.BadParameter) -> str:
+    """Its message; where typer says what would be right and not what was given, with that put in front."""
+    found: list[dict[str, object]] = getattr(error.__cause__, "errors", list)()
+    if found and repr(value := found[0].get("input")) not in error.message:
+        error.message = f"{value!r}: {error.message[:1].lower()}{error.message[1:]}"
+    return error.format_message().rstrip(".")
 
 
 def _where(error: BaseException) -> str:

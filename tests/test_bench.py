@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
-from cbdisagg_bench import handover, load, step, transfer
+from cbdisagg_bench import (
+    batching,
+    decision,
+    faults,
+    goodput,
+    handover,
+    kernels,
+    load,
+    overhead,
+    peers,
+    profile,
+    quality,
+    service_memory,
+    simulate,
+    step,
+    trace_journal,
+    transfer,
+    tune,
+    validity,
+)
+from cbdisagg_bench.progress import EVERY_S, progress_bar
 from cbdisagg_bench.service import ServiceFailed
 from rich.console import Console
+from rich.progress import BarColumn, TextColumn
 
 from cbdisagg import cli
+
+CONFIG = Path(__file__).parents[1] / "configs" / "1p1d.toml"
 
 
 def command_line(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -61,6 +85,77 @@ def test_refusal_is_one_line_with_option_value_and_what_is_right(
     *_, option, value = words
     assert f"'{option}'" in line and right in line
     assert all(part in line for part in value.split(","))
+
+
+COMMANDS = {
+    "simulate": (simulate.simulate, ["config.toml", "made"]),
+    "tune": (tune.tune, ["made", "--ttft-ms", "100", "--tpot-ms", "10"]),
+    "profile": (profile.profile, []),
+    "bench batching": (batching.batching, []),
+    "bench decision": (decision.decision, []),
+    "bench faults": (faults.faults, []),
+    "bench goodput": (goodput.goodput, []),
+    "bench handover": (handover.handover, []),
+    "bench kernels": (kernels.kernels, []),
+    "bench memory": (service_memory.memory, ["config.toml"]),
+    "bench overhead": (overhead.overhead, ["config.toml"]),
+    "bench peers": (peers.peers, ["static", "."]),
+    "bench quality": (quality.quality, []),
+    "bench serve": (load.load, ["http://127.0.0.1:9"]),
+    "bench step": (step.step, []),
+    "bench trace": (trace_journal.trace, ["x.journal"]),
+    "bench transfer": (transfer.transfer, []),
+    "bench validity": (validity.validity, [str(CONFIG), "--profile", str(CONFIG)]),
+}
+"""What takes numbers, with arguments that it cannot do without."""
+
+
+def numeric(command: Callable[..., None]) -> list[str]:
+    """Its options that take a number."""
+    kinds = get_type_hints(command)
+    numbers = (int, float, int | None, list[int] | None)
+    return [f"--{name.replace('_', '-')}" for name, kind in kinds.items() if kind in numbers]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_number_of_any_command_may_be_anything(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither text, nor what is no finite number, nor one that is beyond all measure. All are looked at before work."""
+    command, needed = COMMANDS[name]
+    options = numeric(command)
+    assert options
+    for option in options:
+        for value in ("text", "nan", "inf", "-1", "1e308", "9" * 30):
+            monkeypatch.setattr(sys, "argv", ["cbdisagg", *name.split(), *needed, option, value])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            (line,) = capsys.readouterr().err.splitlines()
+            assert ended.value.code == 1 and f"'{option}'" in line and ("number" in line or "integer" in line)
+            assert value in line or str(float(value)) in line
+
+
+def test_where_there_is_no_terminal_a_line_tells_now_and_then_how_far_it_is() -> None:
+    clock, said = [0.0], io.StringIO()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[runs]} runs"))
+    with progress_bar(*columns, console=Console(file=said), now=lambda: clock[0]) as bar:
+        task, other = bar.add_task("cells", total=8, runs=0), bar.add_task("others", total=None, runs=1)
+        bar.advance(task)
+        assert said.getvalue() == ""
+        clock[0] = EVERY_S
+        bar.update(task, advance=1, description="chat, tight", runs=9)
+        bar.update(task, runs=10)
+        clock[0] = 2 * EVERY_S
+        bar.advance(other, 3)
+    assert said.getvalue().splitlines() == ["chat, tight, 9 runs, 2 of 8", "others, 1 runs, 3"]
+
+
+def test_on_a_terminal_it_is_a_bar() -> None:
+    said = io.StringIO()
+    with progress_bar(console=Console(file=said, force_terminal=True, width=80)) as bar:
+        bar.advance(bar.add_task("cells", total=8))
+        bar.refresh()
+    assert "cells" in said.getvalue() and "━" in said.getvalue()
 
 
 async def test_a_service_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,9 +271,9 @@ def test_by_the_wall_clock_all_systems_have_the_same_cores_and_requests_their_ta
 def test_pairs_and_amounts_read_as_they_are_written() -> None:
     assert pairs("--lengths", "128+32,512+16", "+", "128+32") == [(128, 32), (512, 16)]
     assert pairs("--targets", "500/30", "/", "500/30") == [(500, 30)] and amounts("--rates", "2, .5") == [0.5, 2.0]
-    for text in ("128+0", "128", "128/3", ""):
+    for text in ("128+0", "128", "128/3", "", "128+" + "9" * 30, "128+-1"):
         with pytest.raises(BadParameter, match="as 128"):
             pairs("--lengths", text, "+", "128+32")
-    for text in ("0", "x", "1,,2", "-1"):
-        with pytest.raises(BadParameter, match="numbers above 0"):
+    for text in ("0", "x", "1,,2", "-1", "nan", "inf", "1e308", "9" * 400):
+        with pytest.raises(BadParameter, match="is not a number above 0 and up to 1,000,000"):
             amounts("--rates", text)

@@ -126,12 +126,12 @@ def _records(first: Path) -> Iterator[Record]:
     stem = first.with_name(first.name.removesuffix(".0000.journal"))
     while path.exists():
         frames = _frames(path)
-        next(frames)
-        for data in frames:
+        next(frames, None)  # the header; a part that a crash left empty has none
+        for number, data in enumerate(frames, 1):
             try:
                 yield decoder.decode(data)
-            except msgspec.MsgspecError as error:
-                raise JournalError(f"{path}: a record that is none of this version: {error}") from error
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise JournalError(f"{path}: record {number} of this part is none of this version ({error})") from error
         part += 1
         path = part_path(stem, part)
 
@@ -139,8 +139,12 @@ def _records(first: Path) -> Iterator[Record]:
 def _header(path: Path) -> Header:
     try:
         header = msgspec.msgpack.decode(next(_frames(path)), type=Header)
-    except (OSError, StopIteration, msgspec.MsgspecError) as error:
-        raise JournalError(f"{path} is not a journal: {str(error) or 'it is empty'}") from error
+    except OSError as error:
+        raise JournalError(f"{path} is not a journal: it cannot be read: {error.strerror or error}") from error
+    except StopIteration:
+        raise JournalError(f"{path} is not a journal: it is empty, or cut short in its header") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise JournalError(f"{path} is not a journal: it does not begin with a header of one ({error})") from error
     if header.protocol != PROTOCOL_VERSION:
         raise JournalError(f"{path} is of protocol version {header.protocol}; this is version {PROTOCOL_VERSION}")
     return header

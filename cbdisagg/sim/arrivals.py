@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.random import Generator
 
-from cbdisagg.sim.workload import Ask
+from cbdisagg.sim.workload import MOST_TOKENS, Ask
 
 Shape: TypeAlias = Literal["fixed", "exponential", "lognormal", "uniform"]
 _SPREAD = 1.0  # sigma of a lognormal length: as in traces of conversations
@@ -22,7 +22,7 @@ _SPREAD = 1.0  # sigma of a lognormal length: as in traces of conversations
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of prompts or answers: at least 1, at most `most` (0: no limit); `mean` is that before the cut."""
+    """Tokens of prompts or answers: at least 1, at most `most` (0: MOST_TOKENS); `mean` is that before the cut."""
 
     mean: float
     shape: Shape = "fixed"
@@ -35,19 +35,24 @@ class Lengths:
 
 def parse_lengths(text: str) -> Lengths:
     """ "512", "exponential:128" or "lognormal:200:2048". Raises ValueError, which says what would be right."""
-    parts = text.split(":")
+    shape, *rest = text.split(":") if ":" in text else ("fixed", text)
     example = 'write a number, or a shape, a mean and a limit, as "exponential:128:1536"'
-    if len(parts) == 1:
-        parts = ["fixed", *parts]
-    if parts[0] not in get_args(Shape) or len(parts) > 3:
+    if shape not in get_args(Shape) or len(rest) > 2:
         raise ValueError(f"{text!r}: the shapes are {', '.join(get_args(Shape))}; {example}")
     try:
-        mean, most = float(parts[1]), int(parts[2]) if len(parts) == 3 else 0
+        mean, most = float(rest[0]), int(rest[1]) if len(rest) == 2 else 0
     except ValueError:
         raise ValueError(f"{text!r}: {example}") from None
-    if not 1 <= mean < float("inf") or most < 0:
-        raise ValueError(f"{text!r}: the mean must be at least 1, the limit not below 0")
-    return Lengths(mean, parts[0], most)  # type: ignore[arg-type]  # one of the shapes
+    if not 1 <= mean <= MOST_TOKENS:
+        raise ValueError(f"{text!r}: the mean is {mean:g}; it must be from 1 to {MOST_TOKENS:,}")
+    if not 0 <= most <= MOST_TOKENS:
+        raise ValueError(f"{text!r}: the limit is {most}; it must be from 1 to {MOST_TOKENS:,}, or 0 for none")
+    if most and mean > most:
+        text = (
+            f"{text!r}: the mean, {mean:g}, is above the limit, {most}, so that nearly all lengths would be the limit"
+        )
+        raise ValueError(f"{text}; write a mean below it")
+    return Lengths(mean, shape, most)  # type: ignore[arg-type]  # one of the shapes
 
 
 def draw_lengths(random: Generator, count: int, lengths: Lengths) -> list[int]:
@@ -60,7 +65,7 @@ def draw_lengths(random: Generator, count: int, lengths: Lengths) -> list[int]:
             drawn = random.lognormal(np.log(lengths.mean) - _SPREAD**2 / 2, _SPREAD, count)
         case "uniform":
             drawn = random.uniform(1, 2 * lengths.mean - 1, count)
-    most = lengths.most or np.inf
+    most = lengths.most or MOST_TOKENS
     return [int(n) for n in np.clip(np.rint(drawn), 1, most)]
 
 

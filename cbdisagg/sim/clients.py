@@ -48,7 +48,8 @@ RESUME_S = 0.1
 class Record:
     """One request, as its client saw it; seconds of the simulation, -1 for what has not come.
 
-    `longest_gap_s`: between two of its tokens. `worker`: the name of the last one that wrote its stream.
+    `longest_gap_s`: between two of its tokens. `worker`: the name of the last one that wrote its stream. `route`: what
+    the coordinator decided on it at last, as "remote: faster".
     """
 
     ask: Ask
@@ -59,6 +60,7 @@ class Record:
     tokens: int = 0
     longest_gap_s: float = 0.0
     worker: str = ""
+    route: str = ""
     submissions: int = 1
     status: Status = "open"
     message: str = ""
@@ -148,6 +150,10 @@ class Clients:
         self._streams[number] = _Stream(record, request)
         self._clock.after(self._profile.host.request_s, self._submit, number)
         self._compute(self._profile.host.others_request_s)
+
+    def route(self, id: RequestId, what: str) -> None:
+        """The coordinator has decided on a request."""
+        self.records[id.n].route = what
 
     def receive(self, sender: Address, message: Message) -> None:
         match message:

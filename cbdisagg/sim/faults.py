@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from cbdisagg.config import ConfigError
+from cbdisagg.sim.workload import LONGEST_S
 
 Kind: TypeAlias = Literal["kill", "leave", "slow"]
 COORDINATOR = "coordinator"
+FACTORS = (0.001, 1_000.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +44,23 @@ def parse_faults(text: str, source: str) -> list[Fault]:
 
 def _fault(words: list[str]) -> Fault:
     if len(words) not in (3, 4):
-        raise ValueError(f"{len(words)} words")
-    at_s, kind, target = float(words[0]), words[1], words[2]
-    factor = float(words[3]) if len(words) == 4 else 1.0
+        raise ValueError(f"{len(words)} words, {' '.join(words)!r}; a time, a kind and a target are needed")
+    at_s, kind, target = _number(words[0], "at_s", 0.0, LONGEST_S), words[1], words[2]
+    factor = _number(words[3], "factor", *FACTORS) if len(words) == 4 else 1.0
     if kind not in get_args(Kind):
-        raise ValueError(f"{kind!r} is not one of {', '.join(get_args(Kind))}")
-    if kind == "slow" and len(words) == 3:
-        raise ValueError("slow needs a factor, as in 12.5 slow decode-0 2")
-    if not (0 <= at_s < math.inf and 0 < factor < math.inf):
-        raise ValueError("a time from 0 up and a factor above 0 are needed")
+        raise ValueError(f"kind = {kind!r}: must be one of {', '.join(get_args(Kind))}")
+    if (kind == "slow") != (len(words) == 4):
+        raise ValueError(f"{' '.join(words)!r}: slow, and nothing else, has a factor, as in 12.5 slow decode-0 2")
     if kind != "kill" and target == COORDINATOR:
-        raise ValueError("the coordinator can only be killed")
+        raise ValueError(f"{' '.join(words)!r}: the coordinator can only be killed")
     return Fault(at_s, kind, target, factor)  # type: ignore[arg-type]  # one of the kinds: looked up above
+
+
+def _number(text: str, name: str, low: float, most: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not low <= value <= most:
+        raise ValueError(f"{name} = {text!r}: must be a number from {low:g} to {most:,g}")
+    return value

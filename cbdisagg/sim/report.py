@@ -7,6 +7,7 @@ goodput: those per second, from the first arrival to the last end.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -44,7 +45,8 @@ class Use(Struct, frozen=True):
 
 class Report(Struct, frozen=True):
     """Counts, seconds, tokens per second. `attainment` from 0 to 1: of both targets, and of each. `refusal`: why the
-    first of those `rejected` was.
+    first of those `rejected` was. `decisions`: all of the coordinator's, also on requests that were refused or
+    that came again; `routes`: the requests that are `done`, by the last decision on each.
     """
 
     requests: int
@@ -69,6 +71,7 @@ class Report(Struct, frozen=True):
     preemptions: int
     cached_tokens: int
     decisions: dict[str, int]
+    routes: dict[str, int]
     workers: tuple[Use, ...]
 
 
@@ -102,6 +105,7 @@ def report(outcome: Outcome) -> Report:
         preemptions=sum(record.preemptions for record in done),
         cached_tokens=sum(record.cached_tokens for record in done),
         decisions={f"{kind}: {reason}": count for (kind, reason), count in outcome.decisions.items()},
+        routes=dict(sorted(Counter(record.route for record in done if record.route).items())),
         workers=tuple(_use(name, outcome) for name in outcome.meters),
     )
 
@@ -147,7 +151,7 @@ def lines(told: Report) -> list[str]:
         values = (found.p50, found.p90, found.p99, found.mean)
         figures = "".join(f"{1e3 * value:10.2f}" if told.done else f"{'-':>10}" for value in values)
         rows.append(f"{name.upper() if name != 'queue' else name:6}{figures}")
-    rows += ["", "routes: " + (", ".join(f"{why} {count}" for why, count in sorted(told.decisions.items())) or "none")]
+    rows += ["", "routes: " + (", ".join(f"{why} {count}" for why, count in told.routes.items()) or "none")]
     head = "worker            busy    steps   tokens/step   generated   pushed MiB   pages"
     return [*rows, "", head, *_use_lines(told.workers)]
 

@@ -14,7 +14,19 @@ from cbdisagg.core.coordinator import CoordinatorCore
 from cbdisagg.core.effects import Effect, Note, Tell, Wake
 from cbdisagg.core.events import FromCoordinatorInbox, FromWorkerInbox, Leave, Verified
 from cbdisagg.core.profile import Profile
-from cbdisagg.messages import Address, Lead, Members, Message, PeerDown, Reported, Suspect, Up
+from cbdisagg.messages import (
+    Address,
+    Generate,
+    Lead,
+    Members,
+    Message,
+    PeerDown,
+    Reported,
+    RequestId,
+    Return,
+    Suspect,
+    Up,
+)
 from cbdisagg.sim.bus import Bus
 from cbdisagg.sim.clients import Clients, Record
 from cbdisagg.sim.clock import Clock
@@ -32,17 +44,30 @@ SETTLING_S = 0.1
 
 
 class Coordinator:
-    """A process: the production core."""
+    """A process: the production core. `routed` is called with each request that it decides on, and how."""
 
     def __init__(
-        self, address: Address, config: Config, clock: Clock, network: Network, observer: Observer | None
+        self,
+        address: Address,
+        config: Config,
+        clock: Clock,
+        network: Network,
+        observer: Observer | None,
+        routed: Callable[[RequestId, str], None],
     ) -> None:
         self.address, self.host = address, HOST
+        self._routed = routed
         self.core = CoordinatorCore(address, config)
         self.shell = Shell(self.core, self, clock, network, None, observer)
 
     def receive(self, sender: Address, message: Message) -> None:
+        before = self.core.decisions.copy() if isinstance(message, Generate | Return) else {}
         self.shell.handle(FromCoordinatorInbox(sender, message))  # type: ignore[arg-type]  # sent to a coordinator
+        if isinstance(message, Generate | Return):
+            id = message.id if isinstance(message, Generate) else message.request.id
+            for (kind, reason), count in self.core.decisions.items():
+                if count > before.get((kind, reason), 0):
+                    self._routed(id, f"{kind}: {reason}")
 
 
 class Service:
@@ -125,7 +150,7 @@ class Service:
 
     def _start_coordinator(self) -> Coordinator:
         address = self._incarnate(COORDINATOR)
-        coordinator = Coordinator(address, self._config, self.clock, self.network, self._observer)
+        coordinator = Coordinator(address, self._config, self.clock, self.network, self._observer, self.clients.route)
         self.network.join(coordinator)
         return coordinator
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 
 import msgspec
@@ -18,15 +18,42 @@ from msgspec import Struct
 from cbdisagg.config import ConfigError
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox
 from cbdisagg.messages import Finished, Generate, RequestId, unpack
-from cbdisagg.sim.workload import Ask, in_order, read_workload
+from cbdisagg.sim.workload import (
+    LONGEST_S,
+    MOST_TOKENS,
+    Ask,
+    Blocks,
+    Tokens,
+    check_blocks,
+    in_order,
+    read_rows,
+    read_workload,
+)
 
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+def _read_time(text: str) -> float:
+    return datetime.fromisoformat(text[:26]).timestamp()
+
+
+def _read_tokens(text: str) -> int:
+    tokens = int(text)
+    if not 0 <= tokens <= MOST_TOKENS:
+        raise ValueError
+    return tokens
+
+
+_TOKENS = (_read_tokens, f"a whole number from 0 to {MOST_TOKENS:,}")
+AZURE_COLUMNS: dict[str, tuple[Callable[[str], float], str]] = {
+    "TIMESTAMP": (_read_time, "a time, as 2023-11-16 18:17:03.9799600"),
+    "ContextTokens": _TOKENS,
+    "GeneratedTokens": _TOKENS,
+}
 
 
 def read_requests(data: bytes, source: str) -> list[Ask]:
     """A workload of ours or a trace, known by its first line. Raises ConfigError, one line, if it is none of them."""
     first = data.lstrip().split(b"\n", 1)[0]
-    if first.strip().startswith(AZURE_COLUMNS[0].encode()):
+    if first.strip().startswith(b"TIMESTAMP"):
         return read_azure(data, source)
     if b'"input_length"' in first:
         return read_mooncake(data, source)
@@ -35,39 +62,47 @@ def read_requests(data: bytes, source: str) -> list[Ask]:
 
 def read_azure(data: bytes, source: str) -> list[Ask]:
     """Arrivals count from the first request's."""
-    rows = csv.DictReader(io.StringIO(data.decode("utf-8", "replace")))
-    missing = set(AZURE_COLUMNS) - set(rows.fieldnames or ())
-    if missing:
-        raise ConfigError(f"{source}: no Azure trace: the columns {', '.join(sorted(missing))} are missing")
-    asks: list[tuple[float, int, int]] = []
-    for number, row in enumerate(rows, 2):
-        try:
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            asks.append((at, int(row["GeneratedTokens"]), int(row["ContextTokens"])))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{source}: line {number}: {error}") from None
-    return _from_zero(source, (Ask(at, output, prompt) for at, output, prompt in asks))
+    rows = csv.DictReader(io.StringIO(data.decode("utf-8", "replace"), newline=""))
+    asks: list[Ask] = []
+    try:
+        missing = set(AZURE_COLUMNS) - set(rows.fieldnames or ())
+        if missing:
+            raise ConfigError(f"{source}: no Azure trace: the columns {', '.join(sorted(missing))} are missing")
+        for row in rows:
+            at, prompt, output = (
+                _cell(row, column, read, right, f"{source}: line {rows.line_num}")
+                for column, (read, right) in AZURE_COLUMNS.items()
+            )
+            asks.append(Ask(at, int(output), int(prompt)))
+    except csv.Error as error:
+        raise ConfigError(
+            f"{source}: line {rows.line_num + 1}: no row of values with commas between: {error}"
+        ) from None
+    return _from_zero(source, asks)
+
+
+def _cell(row: dict[str, str | None], column: str, read: Callable[[str], float], right: str, where: str) -> float:
+    text = row[column] or ""
+    try:
+        return read(text)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{where}: {column} = {text[:60]!r}: must be {right}") from None
 
 
 class _Mooncake(Struct):
     timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...] = ()
+    input_length: Tokens
+    output_length: Tokens
+    hash_ids: Blocks = ()
 
 
 def read_mooncake(data: bytes, source: str) -> list[Ask]:
     """Blocks of 512 tokens with equal numbers have equal content, so they share a prefix."""
-    decoder = msgspec.json.Decoder(_Mooncake)
     asks = []
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: line {number}: {error}") from None
-        asks.append(Ask(row.timestamp / 1e3, row.output_length, row.input_length, prefix_blocks=row.hash_ids))
+    for number, row in read_rows(data, source, _Mooncake):
+        ask = Ask(row.timestamp / 1e3, row.output_length, row.input_length, prefix_blocks=row.hash_ids)
+        check_blocks(ask, source, number)
+        asks.append(ask)
     return _from_zero(source, asks)
 
 
@@ -107,5 +142,7 @@ def _from_zero(source: str, asks: Iterable[Ask]) -> list[Ask]:
     found = in_order(ask for ask in asks if ask.length and ask.output_tokens)
     if not found:
         raise ConfigError(f"{source}: it holds no request")
-    start = found[0].arrival_s
+    start, end = found[0].arrival_s, found[-1].arrival_s
+    if not end - start <= LONGEST_S:
+        raise ConfigError(f"{source}: from the first request to the last {end - start:.3g} s; at most {LONGEST_S:,}")
     return [msgspec.structs.replace(ask, arrival_s=ask.arrival_s - start) for ask in found]

@@ -7,36 +7,48 @@ leading blocks of BLOCK tokens; prompts whose first numbers are equal begin alik
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from cbdisagg.config import ConfigError
+from cbdisagg.misfit import misfit
 
 BLOCK = 512
 """Tokens of one prefix block, as in the Mooncake traces."""
 _IDS = 1 << 20  # ids of counted prompts stay below this
 
 
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an answer: as many as `[model] max_len` may be."""
+LONGEST_S = 10_000_000
+"""From the first arrival to the last one: four months. Where nothing happens, a day takes half a minute to simulate."""
+
+Tokens: TypeAlias = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+Blocks: TypeAlias = tuple[Annotated[int, Meta(ge=0)], ...]
+TargetMs: TypeAlias = Annotated[float, Meta(ge=0, le=3_600_000)]
+T = TypeVar("T", bound=Struct)
+
+
 class Ask(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One request. `arrival_s` counts from the start. Targets of 0 are those of the config.
+    """One request. `arrival_s` counts from the start. Targets of 0 are those of the config. Ranges hold for files.
 
     `prompt` is text, for servers with a tokenizer; a simulation needs one of the other two.
     """
 
-    arrival_s: float
-    output_tokens: int
-    prompt_tokens: int = 0
-    prompt_ids: tuple[int, ...] = ()
+    arrival_s: Annotated[float, Meta(ge=0, le=LONGEST_S)]
+    output_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+    prompt_tokens: Tokens = 0
+    prompt_ids: tuple[Annotated[int, Meta(ge=0, lt=1 << 31)], ...] = ()
     prompt: str = ""
-    prefix_blocks: tuple[int, ...] = ()
+    prefix_blocks: Blocks = ()
     tenant: str = ""
-    priority: int = 0
-    ttft_ms: float = 0.0
-    tpot_ms: float = 0.0
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    ttft_ms: TargetMs = 0.0
+    tpot_ms: TargetMs = 0.0
 
     @property
     def length(self) -> int:
@@ -46,22 +58,37 @@ class Ask(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
 def read_workload(data: bytes, source: str) -> list[Ask]:
     """The requests in the file `source`, by arrival. Raises ConfigError, which names the line and what is wrong."""
-    decoder = msgspec.json.Decoder(Ask)
     asks = []
-    for number, line in enumerate(data.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            ask = decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: line {number}: {error}") from None
-        problem = _problem(ask)
-        if problem:
-            raise ConfigError(f"{source}: line {number}: {problem}")
+    for number, ask in read_rows(data, source, Ask):
+        if ask.length < 1 and not ask.prompt:
+            text = "prompt_tokens, prompt_ids or prompt: one of them must say what is asked"
+            raise ConfigError(f"{source}: line {number}: {text}")
+        check_blocks(ask, source, number)
         asks.append(ask)
     if not asks:
         raise ConfigError(f"{source}: it holds no request")
     return in_order(asks)
+
+
+def read_rows(data: bytes, source: str, kind: type[T]) -> Iterator[tuple[int, T]]:
+    """Each line's number, from 1, and what it holds; empty ones are left out. Raises ConfigError as `read_workload`."""
+    decoder = msgspec.json.Decoder(kind)
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, decoder.decode(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{source}: line {number}: {misfit(line, kind, error)}") from None
+
+
+def check_blocks(ask: Ask, source: str, number: int) -> None:
+    """Raises ConfigError if the prompt is shorter than its prefix, whose last block need not be full."""
+    count = len(ask.prefix_blocks)
+    if count * BLOCK > ask.length + BLOCK:
+        most = -(-ask.length // BLOCK)
+        text = f"{count} prefix blocks of {BLOCK} tokens for a prompt of {ask.length}; at most {most} fit"
+        raise ConfigError(f"{source}: line {number}: {text}")
 
 
 def write_workload(asks: Iterable[Ask]) -> bytes:
@@ -70,18 +97,6 @@ def write_workload(asks: Iterable[Ask]) -> bytes:
 
 def in_order(asks: Iterable[Ask]) -> list[Ask]:
     return sorted(asks, key=lambda ask: ask.arrival_s)
-
-
-def _problem(ask: Ask) -> str:
-    if not 0 <= ask.arrival_s < math.inf:
-        return f"arrival_s = {ask.arrival_s}: must be a number of seconds from 0 up"
-    if ask.output_tokens < 1:
-        return f"output_tokens = {ask.output_tokens}: must be at least 1"
-    if ask.length < 1 and not ask.prompt:
-        return "prompt_tokens, prompt_ids or prompt: one of them must say what is asked"
-    if len(ask.prefix_blocks) * BLOCK > ask.length + BLOCK:
-        return f"prefix_blocks: {len(ask.prefix_blocks)} blocks of {BLOCK} tokens for a prompt of {ask.length}"
-    return ""
 
 
 def prompts(asks: Iterable[Ask]) -> Iterator[bytes]:

@@ -53,6 +53,7 @@ def test_without_a_command_the_help_is_shown() -> None:
         (("serve", "--no-http", "--client", "{}"), "cbdisagg: --client {}: not the address of a client"),
         (("serve", "--config", "/nowhere.toml"), "cbdisagg: /nowhere.toml: cannot be read"),
         (("worker", "--start", "/nowhere.json"), "cbdisagg: cannot read the start file /nowhere.json"),
+        (("serve", "--port", "x"), "cbdisagg: Invalid value for '--port': 'x': input should be a valid integer"),
         (("check", "/dev/null"), "cbdisagg: /dev/null is not a journal"),
     ],
 )

@@ -97,6 +97,21 @@ def test_parts_are_read_one_after_the_other(tmp_path: Path) -> None:
         read_journal(tmp_path / "coordinator.3.0001.journal")
 
 
+def test_a_part_that_a_crash_left_empty_holds_nothing(tmp_path: Path) -> None:
+    first = record(tmp_path, story())
+    (tmp_path / "coordinator.3.0001.journal").touch()
+    assert [event for _, _, _, event, _ in read_journal(first)[1]] == story()
+
+
+@pytest.mark.parametrize("damaged", [b"\x01", b"\xc4\x01\xff", b"\x95\x00\xcb\x3f\xf0\x00\x00\x00\x00\x00\x00\xa1\xff"])
+def test_a_record_that_is_none_is_named(tmp_path: Path, damaged: bytes) -> None:
+    first = record(tmp_path, story())
+    with first.open("ab") as file:
+        file.write(b"\xc6" + len(damaged).to_bytes(4, "big") + damaged)
+    with pytest.raises(JournalError, match=rf"0000\.journal: record {len(story()) + 1} of this part is none of this"):
+        list(read_journal(first)[1])
+
+
 def test_a_record_cut_short_ends_the_stream(tmp_path: Path) -> None:
     first = record(tmp_path, story())
     first.write_bytes(first.read_bytes()[:-3])

@@ -48,7 +48,7 @@ def command_line(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> i
         ("--parts ,", "names none of throughput"),
         ("--caps 4000", "the scale's model sees 2048 tokens"),
         ("--systems S1 --pool 2048", "1024 for each of its 2 workers: S4r needs at least 2048"),  # for the tails
-        ("--port 65536", "not a port, from 0 to 65535"),
+        ("--port 65536", "65536 is not a number from 0 up to 65,535"),
         ("--out /dev/null", "File exists"),
         ("--out /dev/null/report", "Not a directory"),
         ("--clock wall --scale a100", "has a virtual clock only"),

@@ -366,7 +366,11 @@ async def test_the_json_says_what_was_measured(start) -> None:
         (["--model", "huge"], "serves tiny, not 'huge'"),
         (["--prompt-tokens", "200"], "takes 100 together"),
         (["--prompt-tokens", "some"], "write a number"),
-        (["--output-tokens", "0"], "at least 1"),
+        (["--output-tokens", "0"], "must be from 1 to"),
+        (
+            ["--output-tokens", "lognormal:3000:1024"],
+            "'--output-tokens': 'lognormal:3000:1024': the mean, 3000, is above",
+        ),
         (["--file", "EMPTY"], "holds no request"),
         (["--plot", "load.gif"], ".png or .svg or .pdf"),
         (["--out", "nowhere/out.json"], "there is no folder nowhere"),

@@ -45,6 +45,15 @@ def test_goodput_counts_what_was_in_time_of_all_that_was_asked() -> None:
     assert good_at(records, 2.0, 0.1) == 2 and good_at(records, 2.0, 0.2) == 3
 
 
+def test_routes_are_those_of_the_requests_that_were_served() -> None:
+    """Not of those that were placed and then refused by a worker, whose pool is too small for them."""
+    asks = [Ask(0.0, 5, 20), Ask(0.1, 5, 10_000_000), Ask(0.2, 5, 30)]
+    told = report(simulate(config("any"), costs(), asks))
+    assert (told.done, told.rejected) == (2, 1) and sum(told.decisions.values()) == 3
+    ((route, count),) = told.routes.items()
+    assert count == 2 and f"routes: {route} 2" in lines(told)
+
+
 def test_nothing_gives_zeros() -> None:
     assert latency([]) == latency([0.0])
     told = report(Outcome([], array("f"), 0.0, {}, {}, [], 0, 0))

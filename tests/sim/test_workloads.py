@@ -53,13 +53,40 @@ def test_a_workload_that_is_written_reads_as_the_same_by_arrival(given_asks: lis
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"arrival_s": 0}', "line 2: Object missing required field `output_tokens`"),
-        ('{"arrival_s": -1, "output_tokens": 1, "prompt_tokens": 1}', "line 2: arrival_s = -1.0: must be"),
-        ('{"arrival_s": 0, "output_tokens": 0, "prompt_tokens": 1}', "line 2: output_tokens = 0: must be at least 1"),
+        ('{"arrival_s": 0}', "line 2: output_tokens is missing; arrival_s, output_tokens must be given"),
+        (
+            '{"arrival_s": -1, "output_tokens": 1, "prompt_tokens": 1}',
+            "line 2: arrival_s = -1: must be a number from 0",
+        ),
+        ('{"arrival_s": 1e9, "output_tokens": 1, "prompt_tokens": 1}', "must be a number up to 10,000,000"),
+        (
+            '{"arrival_s": 0, "output_tokens": 0, "prompt_tokens": 1}',
+            "output_tokens = 0: must be a whole number from 1 up",
+        ),
+        ('{"arrival_s": 0, "output_tokens": "a"}', 'line 2: output_tokens = "a": must be a whole number'),
+        ('{"arrival_s": 0, "output_tokens": 1, "prompt_tokens": 1000000000000}', "whole number up to 16,777,216"),
+        (
+            '{"arrival_s": 0, "output_tokens": 1, "prompt_ids": [1, -2]}',
+            "prompt_ids[1] = -2: must be a whole number from 0",
+        ),
+        ('{"arrival_s": 0, "output_tokens": 1, "prompt_ids": [4294967296]}', "whole number below 2,147,483,648"),
+        ('{"arrival_s": 0, "output_tokens": 1, "tenant": null}', "tenant = null: must be text in quotes"),
+        ('{"arrival_s": 0, "output_tokens": 1, "ttft_ms": -1}', "ttft_ms = -1: must be a number from 0 up"),
+        ("[1]", "line 2: [1]: must be an object with arrival_s, output_tokens"),
+        ('{"arrival_s": 0, "output_tokens": 1, "prompt_ids": ' + "[" * 100_000, "line 2: {"),
         ('{"arrival_s": 0, "output_tokens": 1}', "line 2: prompt_tokens, prompt_ids or prompt: one of them"),
-        ('{"arrival_s": 0, "output_tokens": 1, "prompt_token": 1}', "line 2: Object contains unknown field"),
-        ('{"arrival_s": 0, "output_tokens": 1, "prompt_tokens": 9, "prefix_blocks": [1, 2]}', "line 2: prefix_blocks"),
-        ("nonsense", "line 2: JSON is malformed"),
+        (
+            '{"arrival_s": 0, "output_tokens": 1, "prompt_token": 1}',
+            "line 2: prompt_token = 1: unknown field; did you mean prompt_tokens?",
+        ),
+        (
+            '{"arrival_s": 0, "output_tokens": 1, "prompt_tokens": 9, "prefix_blocks": [1, 2]}',
+            "line 2: 2 prefix blocks of 512 tokens for a prompt of 9; at most 1 fit",
+        ),
+        (
+            "nonsense",
+            "line 2: nonsense: no JSON (JSON is malformed: invalid character (byte 1)); write an object with arr",
+        ),
     ],
 )
 def test_a_bad_line_is_named(line: str, problem: str) -> None:
@@ -94,8 +121,17 @@ def test_an_azure_trace_counts_from_its_first_request_and_leaves_out_what_is_non
     found = read_requests(AZURE, "a.csv")
     assert [(ask.prompt_tokens, ask.output_tokens) for ask in found] == [(4808, 10), (3180, 8)]
     assert found[0].arrival_s == 0 and found[1].arrival_s == pytest.approx(0.052)
-    with pytest.raises(ConfigError, match=r"a\.csv: line 3: "):
-        read_requests(AZURE.replace(b"4808", b"many"), "a.csv")
+    whole = "must be a whole number from 0 to 16,777,216"
+    for value in ("many", "-1", "", "9" * 30):
+        with pytest.raises(ConfigError, match=rf"^a\.csv: line 3: ContextTokens = '{value}': {whole}$"):
+            read_requests(AZURE.replace(b"4808", value.encode()), "a.csv")
+    for value in ("yesterday", "0001-01-01"):
+        with pytest.raises(ConfigError, match=rf"^a\.csv: line 2: TIMESTAMP = '{value}': must be a time, as 2023"):
+            read_requests(AZURE.replace(b"2023-11-16 18:17:04.0319600", value.encode()), "a.csv")
+    with pytest.raises(ConfigError, match=r"^a\.csv: line 2: no row of values"):
+        read_requests(AZURE.replace(b"2023", b'"' + b"2" * 200_000, 1), "a.csv")
+    with pytest.raises(ConfigError, match=r"^a\.csv: from the first request to the last 3\.\d+e\+07 s; at most"):
+        read_requests(AZURE.replace(b"2023-11-16 18:17:04", b"2024-11-16 18:17:04"), "a.csv")
     with pytest.raises(ConfigError, match=r"a\.csv: no Azure trace: the columns GeneratedTokens are missing"):
         read_requests(AZURE.replace(b"GeneratedTokens", b"Other"), "a.csv")
 
@@ -105,8 +141,13 @@ def test_a_mooncake_trace_keeps_its_prefixes() -> None:
     assert [ask.arrival_s for ask in found] == [0.0, 2.0]
     one, other = (np.frombuffer(prompt, np.int32) for prompt in prompts(found))
     assert len(one) == 1030 and (one[:1024] == other[:1024]).all() and one[1024] != other[1024]
-    with pytest.raises(ConfigError, match=r"m\.jsonl: line 2: "):
-        read_requests(MOONCAKE.replace(b"2500", b'"x"'), "m.jsonl")
+    for old, new, problem in (
+        (b"2500", b'"x"', 'timestamp = "x": must be a number'),
+        (b"1100", b"-5", "input_length = -5: must be a whole number from 0 up"),
+        (b"9]", b"9, 4, 5]", "5 prefix blocks of 512 tokens for a prompt of 1100; at most 3 fit"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^m\.jsonl: line 2: {problem}"):
+            read_requests(MOONCAKE.replace(old, new), "m.jsonl")
 
 
 def test_what_a_coordinator_has_seen_is_the_workload_that_it_was() -> None:
@@ -159,9 +200,12 @@ def test_lengths_read_as_they_are_written(text: str) -> None:
     assert str(parse_lengths(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "gauss:3", "exponential", "exponential:9:x", "1:2:3:4", "uniform:nan"])
+@pytest.mark.parametrize("text", ["", "x", "0", "gauss:3", "exponential", "exponential:9:x", "1:2:3:4", "uniform:nan", "1e308", "inf",
+                                  "exponential:9:-1", "uniform:9:99999999999", "lognormal:3000:1024", "uniform:9:8"])  # fmt: skip
 def test_other_lengths_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"write a number|the mean must be"):
+    with pytest.raises(
+        ValueError, match=r"write a number|it must be from 1 to|above the limit, .*; write a mean below it"
+    ):
         parse_lengths(text)
 
 
@@ -176,12 +220,17 @@ def test_a_script_of_faults() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("1 kill", "2 words"),
-        ("x kill decode-0", "could not convert"),
-        ("1 hit decode-0", "'hit' is not one of kill, leave, slow"),
-        ("1 slow decode-0", "slow needs a factor"),
-        ("-1 kill decode-0", "a time from 0 up"),
-        ("1 leave coordinator", "the coordinator can only be killed"),
+        ("1 kill", "2 words, '1 kill'; a time"),
+        ("x kill decode-0", "at_s = 'x': must be a number from 0 to 10,000,000"),
+        ("nan kill decode-0", "at_s = 'nan'"),
+        ("1e308 kill decode-0", "at_s = '1e308'"),
+        ("1 slow decode-0 0", "factor = '0': must be a number from 0.001 to 1,000"),
+        ("1 slow decode-0 inf", "factor = 'inf'"),
+        ("1 kill decode-0 2", "'1 kill decode-0 2': slow, and nothing else, has a factor"),
+        ("1 hit decode-0", "kind = 'hit': must be one of kill, leave, slow"),
+        ("1 slow decode-0", "'1 slow decode-0': slow, and nothing else, has a factor"),
+        ("-1 kill decode-0", "at_s = '-1': must be a number from 0"),
+        ("1 leave coordinator", "'1 leave coordinator': the coordinator can only be killed"),
     ],
 )
 def test_a_bad_fault_is_named(line: str, problem: str) -> None:
