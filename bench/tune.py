@@ -74,7 +74,7 @@ def tune(
     Example: cbdisagg tune trace.csv --ttft-ms 500 --tpot-ms 20 --workers 8 --profile profile.json --out tuned.toml
     """
     if not 0 < part < 1:
-        raise typer.BadParameter(f"{part} is not between 0 and 1", param_hint="'--part'")
+        raise typer.BadParameter(f"{part} is not a number between 0 and 1", param_hint="'--part'")
     check_place(out, "--out")
     settings = load_config(config, set_ or [])
     costs = read_profile(settings, profile)

@@ -50,7 +50,7 @@ def _right(reason: str) -> str:
         return reason[:1].lower() + reason[1:]
     kind = " or ".join(_TYPES.get(name, name) for name in wanted[1].split(" | ") if name != "null")
     bound = _RANGE.match(reason)
-    return f"must be {kind}" + (f" {_BOUNDS[bound[1]].format(f'{float(bound[2]):,.10g}')}" if bound else "")
+    return f"must be {kind}" + (" " + _BOUNDS[bound[1]].format(float(bound[2])) if bound else "")
 
 
 def _steps(path: str) -> Iterator[str | int]:

@@ -62,5 +62,5 @@ def _number(text: str, name: str, low: float, most: float) -> float:
     except ValueError:
         value = math.nan
     if not low <= value <= most:
-        raise ValueError(f"{name} = {text!r}: must be a number from {low:g} to {most:,g}")
+        raise ValueError(f"{name} = {text!r}: must be a number from {low:g} to {most:,.10g}")
     return value

@@ -369,7 +369,7 @@ async def test_the_json_says_what_was_measured(start) -> None:
         (["--output-tokens", "0"], "must be from 1 to"),
         (
             ["--output-tokens", "lognormal:3000:1024"],
-            "'--output-tokens': 'lognormal:3000:1024': the mean, 3000, is above",
+            "'--output-tokens': 'lognormal:3000:1024': the mean, 3000",
         ),
         (["--file", "EMPTY"], "holds no request"),
         (["--plot", "load.gif"], ".png or .svg or .pdf"),
