@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias, cast
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -569,6 +569,7 @@ class Knobs(Struct, frozen=True, array_like=True):
     gamma: float
     pin_prefill: int
     pin_decode: int
+    catch_up: int = 0
 
 
 class Steer(Struct, frozen=True, tag=True):
