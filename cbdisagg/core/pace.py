@@ -81,13 +81,18 @@ class Pace:
         return min(self.deadline(stream) + late_s, self._gap_ends(stream))
 
     def protected(self, stream: Request, step_s: float, start: float) -> float:
-        """When its next token has to come: its `latest` instant, unless it can never catch up with its deadlines."""
+        """When its next token has to come: its deadline, unless it can never catch up with that."""
         due = self.deadline(stream)
         late_s = start + step_s - due
-        if late_s > 0 and late_s > _left(stream) * self._gain_s(stream, step_s):
-            last = stream.last_token if stream.last_token is not None else start
-            return last + LATE_GAP * max(stream.spec.targets.tpot_s, step_s)
-        return self.latest(stream, step_s) if self.catch_up else due
+        if late_s <= 0 or late_s <= _left(stream) * self._gain_s(stream, step_s):
+            return due
+        last = stream.last_token if stream.last_token is not None else start
+        return last + LATE_GAP * max(stream.spec.targets.tpot_s, step_s)
+
+    def _bound(self, stream: Request, step_s: float, start: float) -> float:
+        """The instant by which a step with prompts has to end for its sake."""
+        due = self.protected(stream, step_s, start)
+        return max(due, self.latest(stream, step_s)) if self.catch_up else due
 
     def _gain_s(self, stream: Request, step_s: float) -> float:
         """What it makes up for with each step without prompts. It has these until its longest possible end."""
@@ -135,7 +140,7 @@ class Pace:
             return Shares(self._with_the_patient(_fill(order, room), prompts, room))
         alone = rows(streams)
         alone_s = cost.sums_s(alone)
-        ends = min(self.protected(stream, alone_s, now) for stream in streams)
+        ends = min(self._bound(stream, alone_s, now) for stream in streams)
         chunks, mixed = self._within(order, alone, room, ends - now, cost)
         if chunks and self.eta and self.gain(mixed, alone, cost) < self.eta:
             chunks, _ = self._within(order, NOTHING, self.token_budget, ends - now - alone_s, cost)
