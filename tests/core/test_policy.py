@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from cbdisagg.core import policy
 from cbdisagg.core.policy import (
     DOUBT,
     GRID_S,
@@ -274,6 +275,20 @@ def test_whatever_the_knobs_a_route_names_those_who_may_and_a_way(
     if rho and not chosen.breaks and chosen.kind == "remote" and chosen.reason in ("packed", "drawn"):
         assert chosen.step_s <= rho * chosen.limit_s
     assert all(grid(chosen.ttft_s) <= grid(other.ttft_s) for other in chosen.others if other.breaks == chosen.breaks)
+
+
+@given(st.lists(st.tuples(states, pins), min_size=1, max_size=9), wishes, st.floats(0, 1.5))
+def test_routes_that_are_not_looked_at_are_no_better(
+    numbers: list[tuple[tuple[int, int, float, int], Role]], wanted: Wanted, rho: float
+) -> None:
+    """The same is chosen where none is left out; and of what is told of the others, enough."""
+    views = fleet([state for state, _ in numbers], {n: pin for n, (_, pin) in enumerate(numbers)})
+    chosen = route(sight(*views), Knobs(rho, 0.0, 0.98, 0, 0), wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "SHOWN", len(numbers))
+        whole = route(sight(*views), Knobs(rho, 0.0, 0.98, 0, 0), wanted)
+    assert chosen._replace(others=()) == whole._replace(others=())
+    assert len(chosen.others) >= min(policy.SHOWN, len(whole.others))
 
 
 @given(st.lists(states, min_size=1, max_size=6), wishes, st.integers(0, 5), st.integers(0, 4), st.integers(0, 4000))
