@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,17 @@ from cbdisagg_bench.company import Company
 from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
-from cbdisagg_bench.options import amounts, at_least, check_picture, check_place, chosen, command, pairs, refuse_unused
+from cbdisagg_bench.options import (
+    MANY_WORKERS,
+    amounts,
+    at_least,
+    check_picture,
+    check_place,
+    chosen,
+    command,
+    pairs,
+    refuse_unused,
+)
 from cbdisagg_bench.service import ServiceFailed
 from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from rich.console import Console
@@ -78,7 +89,9 @@ def goodput(
     profile: Annotated[
         list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
     ] = None,
-    workers: Annotated[int, typer.Option(callback=at_least(2), help="Equal ones, shared out in every way.")] = 3,
+    workers: Annotated[
+        int, typer.Option(callback=at_least(2, MANY_WORKERS), help="Equal ones, shared out in every way.")
+    ] = 3,
     kv_gb: Annotated[float, typer.Option(callback=at_least(1), help="KV memory of each worker, in 10^9 bytes.")] = 60.0,
     config: Annotated[Path | None, typer.Option(help="Wall clock: model, targets and knobs of the policy.")] = None,
     rates: Annotated[str, typer.Option(help="Wall clock: requests per second, as 1,2.")] = "1,2,3",
@@ -232,9 +245,12 @@ def run(plan: Plan) -> tuple[list[Cell], int]:
 
 @contextmanager
 def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """On stderr; the context gives what to call at the end of a cell, and before each simulation."""
+    """On stderr, as a line for each cell if that is no terminal; the context gives what to call at the end of a cell,
+    and before each simulation.
+    """
     columns = (TextColumn("{task.description:>28}"), BarColumn(), TextColumn("{task.fields[runs]} runs"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("cells", total=total, runs=0)
         count = 0
 
@@ -243,7 +259,16 @@ def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]
             count += 1
             bar.update(task, runs=count)
 
-        yield lambda what: bar.update(task, advance=1, description=what), ran
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=what)
+            if not console.is_terminal:
+                done = bar.tasks[task]
+                print(
+                    f"{what}: {done.completed:.0f} of {total} cells, {count} runs, {done.elapsed:.0f} s",
+                    file=sys.stderr,
+                )
+
+        yield advance, ran
 
 
 def read_cells(path: Path) -> list[Cell]:

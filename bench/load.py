@@ -21,13 +21,13 @@ from cbdisagg_bench.load_client import Answer, run
 from cbdisagg_bench.load_report import Aims, Report, heading, summarise_all, table
 from cbdisagg_bench.load_servers import Server, check_lengths, find, named
 from cbdisagg_bench.machine import machine_name
-from cbdisagg_bench.options import at_least, check_picture, check_place, refuse_unused
+from cbdisagg_bench.options import at_least, check_picture, check_place, lengths, refuse_unused
 from rich.console import Console
 from rich.progress import Progress
 
 from cbdisagg.config import ConfigError
 from cbdisagg.sim import workload
-from cbdisagg.sim.arrivals import Lengths, make_workload, parse_lengths, rearrive
+from cbdisagg.sim.arrivals import make_workload, rearrive
 from cbdisagg.sim.traces import read_requests
 
 REQUESTS = 64
@@ -160,21 +160,14 @@ def _requests(
     file: Path | None, count: int | None, rate: float, burst: float, prompts: str, outputs: str, seed: int
 ) -> list[workload.Ask]:
     if file is None:
-        lengths = _lengths("--prompt-tokens", prompts), _lengths("--output-tokens", outputs)
-        return make_workload(count or REQUESTS, rate, *lengths, seed, burst)
+        both = lengths("--prompt-tokens", prompts), lengths("--output-tokens", outputs)
+        return make_workload(count or REQUESTS, rate, *both, seed, burst)
     try:
         asks = read_requests(file.read_bytes(), str(file))
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="'--file'") from None
     asks = asks[:count]
     return rearrive(asks, rate, seed, burst) if rate else asks
-
-
-def _lengths(option: str, text: str) -> Lengths:
-    try:
-        return parse_lengths(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
 # --------------------------------------------------------------------------------------------------------- the runs

@@ -11,29 +11,42 @@ from pathlib import Path
 
 import typer
 
+from cbdisagg.sim.arrivals import Lengths, parse_lengths
 
-def at_least(low: int) -> Callable[[float | list[int] | None], float | list[int] | None]:
+ENORMOUS = 1e12
+"""More than any option can sensibly be."""
+MANY_WORKERS = 10_000
+"""As many as are simulated in some minutes, and in a few GB."""
+
+
+def at_least(low: float, most: float = ENORMOUS) -> Callable[[float | list[int] | None], float | list[int] | None]:
     """A callback for a number, or for each of a repeated option; typer's own `min` does not name the value."""
+    right = _right(low, most)
 
     def check(value: float | list[int] | None) -> float | list[int] | None:
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         for number in numbers:
-            if not number >= low:
-                raise typer.BadParameter(f"{number} is not a number from {low} up")
+            if not low <= number <= most:
+                raise typer.BadParameter(f"{number} is not a number {right}")
         return value
 
     return check
 
 
-def numbers(option: str, text: str) -> list[int]:
+def numbers(option: str, text: str, most: float = ENORMOUS) -> list[int]:
     """Comma-separated numbers from 1 up."""
     parts = [part.strip() for part in text.split(",")]
+    right = _right(1, most)
     for part in parts:
-        if not (part.isascii() and part.isdigit() and int(part)):
+        if not (part.isascii() and part.isdigit() and 1 <= int(part) <= most):
             raise typer.BadParameter(
-                f"{part!r} in {text!r} is not a number from 1 up; separate with commas: 1,8", param_hint=f"'{option}'"
+                f"{part!r} in {text!r} is not a number {right}; separate with commas: 1,8", param_hint=f"'{option}'"
             )
     return [int(part) for part in parts]
+
+
+def _right(low: float, most: float) -> str:
+    return f"from {low:,} up" if most == ENORMOUS else f"from {low:,} to {most:,}"
 
 
 def amounts(option: str, text: str) -> list[float]:
@@ -51,6 +64,13 @@ def pairs(option: str, text: str, between: str, example: str) -> list[tuple[int,
     if not all(found):
         raise typer.BadParameter(f"{text!r}: write pairs of numbers from 1 up, as {example}", param_hint=f"'{option}'")
     return [(int(pair[1]), int(pair[2])) for pair in found if pair]
+
+
+def lengths(option: str, text: str) -> Lengths:
+    try:
+        return parse_lengths(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"'{option}'") from None
 
 
 def chosen(option: str, names: Collection[str], choices: Collection[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from cbdisagg_bench.options import at_least, check_picture, command
+from cbdisagg_bench.options import MANY_WORKERS, at_least, check_picture, command
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_bytes, read_profile
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -125,6 +125,8 @@ def _workers(text: str) -> tuple[Workers, ...]:
             break
     if not groups or count or "".join(f"{group.count}{_letter(group.role)}" for group in groups) != text.upper():
         raise typer.BadParameter(f"{text!r}: write numbers and letters, as 2P3D or 4A", param_hint="'--workers'")
+    if sum(group.count for group in groups) > MANY_WORKERS:
+        raise typer.BadParameter(f"{text!r}: at most {MANY_WORKERS:,} together", param_hint="'--workers'")
     return tuple(groups)
 
 

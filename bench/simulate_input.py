@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import typer
+from cbdisagg_bench.options import ENORMOUS, lengths
 
 from cbdisagg.actors.journal import JournalError, read_journal
 from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.events import CoordinatorEvent
 from cbdisagg.core.profile import Profile, parse_profile
-from cbdisagg.sim.arrivals import make_workload, parse_lengths, rearrive, resample
+from cbdisagg.sim.arrivals import make_workload, rearrive, resample
 from cbdisagg.sim.traces import read_recorded, read_requests
 from cbdisagg.sim.workload import Ask
 
@@ -44,13 +45,11 @@ def read_profile(config: Config, given: Path | None) -> Profile:
 
 def read_asks(source: Path, count: int, rate: float, burst: float, prompts: str, outputs: str, seed: int) -> list[Ask]:
     """`count` 0: all of a file, or 100 made ones. `rate` 0: as the file has them, made ones all at once."""
-    if not burst > 0:
-        raise typer.BadParameter(f"{burst} is not above 0", param_hint="'--burst'")
+    if not 0 < burst < ENORMOUS:
+        raise typer.BadParameter(f"{burst} is not a number above 0", param_hint="'--burst'")
     if str(source) == MADE:
-        try:
-            return make_workload(count or 100, rate, parse_lengths(prompts), parse_lengths(outputs), seed, burst)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
+        both = lengths("--prompts", prompts), lengths("--outputs", outputs)
+        return make_workload(count or 100, rate, *both, seed, burst)
     asks = _recorded(source) if source.suffix == ".journal" else read_requests(read_bytes(source), str(source))
     if count > len(asks) and not rate:
         raise typer.BadParameter(

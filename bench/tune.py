@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
-from cbdisagg_bench.options import at_least, check_place, command
+from cbdisagg_bench.options import MANY_WORKERS, at_least, check_place, command
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_profile
 from cbdisagg_bench.tune_config import Origin, as_toml
 from rich.console import Console
@@ -42,7 +42,9 @@ def tune(
     ttft_ms: Annotated[float, typer.Option(callback=at_least(0.1), help="Target for the first token.")],
     tpot_ms: Annotated[float, typer.Option(callback=at_least(0.1), help="Target for each later one.")],
     part: Annotated[float, typer.Option(help="Of the requests that is to meet both.")] = 0.9,
-    workers: Annotated[int, typer.Option(callback=at_least(0), help="How many; 0: as many as the config has.")] = 0,
+    workers: Annotated[
+        int, typer.Option(callback=at_least(0, MANY_WORKERS), help="How many; 0: as many as the config has.")
+    ] = 0,
     profile: Annotated[Path | None, typer.Option(help="What steps cost; else the config's [profile] path.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file to start from: model, pages, what is not tuned.")

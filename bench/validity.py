@@ -24,7 +24,7 @@ from cbdisagg_bench.company import QUIET, Company
 from cbdisagg_bench.load_asks import VOCAB, fill
 from cbdisagg_bench.load_client import run as send
 from cbdisagg_bench.load_report import Report, summarise, ttft
-from cbdisagg_bench.options import at_least, command
+from cbdisagg_bench.options import at_least, command, lengths
 from cbdisagg_bench.service import ServiceFailed, running
 from cbdisagg_bench.simulate_input import read_profile
 from cbdisagg_bench.validity_each import Each, Firsts, compare_each, read_foreseen
@@ -38,7 +38,7 @@ from cbdisagg.cli import fail
 from cbdisagg.config import Config, Policy
 from cbdisagg.core.profile import Profile
 from cbdisagg.load import load_config
-from cbdisagg.sim.arrivals import make_workload, parse_lengths
+from cbdisagg.sim.arrivals import Lengths, make_workload
 from cbdisagg.sim.report import report
 from cbdisagg.sim.simulation import Outcome, simulate
 from cbdisagg.sim.workload import Ask
@@ -72,6 +72,7 @@ class Row:
 def validity(
     config: Annotated[Path, typer.Argument(exists=True, help="TOML file, as for serve.")],
     profile: Annotated[Path, typer.Option(exists=True, help="Of this machine, by cbdisagg profile.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
     requests: Annotated[int, typer.Option(callback=at_least(10), help="Of each run.")] = 100,
     runs: Annotated[int, typer.Option(callback=at_least(1), help="How often each load is put on.")] = 3,
     prompts: Annotated[str, typer.Option(help="Lengths: 128, or exponential:128:512.")] = "exponential:128:512",
@@ -83,15 +84,14 @@ def validity(
 
     Example: cbdisagg bench validity configs/1p1d.toml --profile profile.json
     """
-    settings = load_config(config)
+    settings = load_config(config, set_ or [])
     costs = read_profile(settings, profile)
-    try:
-        loads = _loads(settings, costs, requests, prompts, outputs, seed)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="'--prompts', '--outputs'") from None
+    both = lengths("--prompts", prompts), lengths("--outputs", outputs)
+    loads = _loads(settings, costs, requests, both, seed)
+    own = [*(set_ or []), f"profile.path={profile.resolve()}"]
     company = Company()
     try:
-        measured = asyncio.run(_measure(config, profile.resolve(), list(loads.values()), runs, seed))
+        measured = asyncio.run(_measure(config, own, list(loads.values()), runs, seed))
     except ServiceFailed as error:
         fail(str(error))
     company.end()
@@ -124,14 +124,13 @@ def _told(rows: Sequence[Row], each: Sequence[Each], company: Company, seed: int
 
 
 def _loads(
-    settings: Config, costs: Profile, count: int, prompts: str, outputs: str, seed: int
+    settings: Config, costs: Profile, count: int, both: tuple[Lengths, Lengths], seed: int
 ) -> dict[float, list[Ask]]:
-    """The requests of each load, by their rate per second."""
-    lengths = parse_lengths(prompts), parse_lengths(outputs)
+    """The requests of each load, by their rate per second. `both`: lengths of prompts and answers."""
     open_queue = replace(settings, policy=replace(settings.policy, queue_limit=max(count, Policy().queue_limit)))
-    saturated = report(simulate(open_queue, costs, make_workload(count, 0.0, *lengths, seed))).requests_per_s
+    saturated = report(simulate(open_queue, costs, make_workload(count, 0.0, *both, seed))).requests_per_s
     rates = [round(part * saturated, 3) for part in PARTS]
-    return {rate: make_workload(count, rate, *lengths, seed) for rate in rates}
+    return {rate: make_workload(count, rate, *both, seed) for rate in rates}
 
 
 Figures = dict[tuple[str, str], float]
@@ -155,16 +154,16 @@ def predicted(outcome: Outcome) -> Figures:
 
 
 async def _measure(
-    config: Path, profile: Path, loads: Sequence[Sequence[Ask]], runs: int, seed: int
+    config: Path, own: Sequence[str], loads: Sequence[Sequence[Ask]], runs: int, seed: int
 ) -> list[list[Run]]:
     """For each load its runs. Loads take turns, so that a slow spell meets all; ids are always new.
 
-    The service decides by the same profile as the simulator's.
+    `own`: settings of the simulated service, whose profile it is to decide by too.
     """
     measured: list[list[Run]] = [[] for _ in loads]
     seeds = itertools.count(seed)
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as progress:
-        settings = (f"model.served_name={NAME}", f"profile.path={profile}", "debug.trace=true")
+        settings = (f"model.served_name={NAME}", "debug.trace=true", *own)
         log = Path(folder) / "stderr"
         options = ("--config", str(config), *(word for setting in settings for word in ("--set", setting)))
         async with running(NAME, options, log) as service:

@@ -17,6 +17,7 @@ from cbdisagg.config import Config, ConfigError
 from cbdisagg.core.policy import Decision, Wanted, explain
 from cbdisagg.core.profile import parse_profile
 from cbdisagg.messages import Address
+from cbdisagg.sim.arrivals import Lengths
 from cbdisagg.sim.simulation import simulate
 
 PATH = Path(__file__).parents[1] / "configs" / "profiles" / "h200-llama3.1-8b.json"
@@ -24,7 +25,7 @@ COSTS = parse_profile(PATH.read_bytes(), PATH.name)
 
 
 def test_loads_are_parts_of_what_saturates_with_the_same_lengths() -> None:
-    loads = _loads(Config(), COSTS, 40, "exponential:64:200", "16", 0)
+    loads = _loads(Config(), COSTS, 40, (Lengths(64, "exponential", 200), Lengths(16)), 0)
     rates = list(loads)
     assert len(rates) == len(PARTS) and rates[0] / rates[2] == pytest.approx(PARTS[0] / PARTS[2], rel=0.01)
     lengths = [[(ask.length, ask.output_tokens) for ask in asks] for asks in loads.values()]
@@ -40,11 +41,11 @@ def test_a_prediction_holds_within_its_bound_of_the_median_run() -> None:
     assert not half.holds and tail.holds and tail.off == pytest.approx(-0.25)
 
 
-@pytest.mark.parametrize(("outputs", "metrics"), [("1", {"TTFT"}), ("2", {"TTFT", "TPOT"})])
-def test_answers_of_one_token_have_no_tpot_to_compare(outputs: str, metrics: set[str]) -> None:
-    (asks, *_) = _loads(Config(), COSTS, 40, "64", outputs, 0).values()
+@pytest.mark.parametrize(("outputs", "metrics"), [(1, {"TTFT"}), (2, {"TTFT", "TPOT"})])
+def test_answers_of_one_token_have_no_tpot_to_compare(outputs: int, metrics: set[str]) -> None:
+    (asks, *_) = _loads(Config(), COSTS, 40, (Lengths(64), Lengths(outputs)), 0).values()
     simulated = predicted(simulate(Config(), COSTS, asks))
-    times = [1.0 + 0.1 * n for n in range(int(outputs))]
+    times = [1.0 + 0.1 * n for n in range(outputs)]
     answered = [Answer(ask, 0.5, 0.5, times=times) for ask in fill(asks, VOCAB, 0)]
     measured = figures(summarise(answered, 2.0))
     assert {metric for metric, _ in measured} == metrics and measured.keys() == simulated.keys()

@@ -47,6 +47,8 @@ def parse_lengths(text: str) -> Lengths:
         raise ValueError(f"{text!r}: {example}") from None
     if not 1 <= mean < float("inf") or most < 0:
         raise ValueError(f"{text!r}: the mean must be at least 1, the limit not below 0")
+    if 0 < most < mean:
+        raise ValueError(f"{text!r}: the mean must be at most the limit, or nearly all lengths are {most}")
     return Lengths(mean, parts[0], most)  # type: ignore[arg-type]  # one of the shapes
 
 

@@ -147,7 +147,8 @@ def lines(told: Report) -> list[str]:
         values = (found.p50, found.p90, found.p99, found.mean)
         figures = "".join(f"{1e3 * value:10.2f}" if told.done else f"{'-':>10}" for value in values)
         rows.append(f"{name.upper() if name != 'queue' else name:6}{figures}")
-    rows += ["", "routes: " + (", ".join(f"{why} {count}" for why, count in sorted(told.decisions.items())) or "none")]
+    routes = (f"{why} {n}" for why, n in sorted(told.decisions.items()) if not why.startswith("rejected"))
+    rows += ["", "routes: " + (", ".join(routes) or "none")]
     head = "worker            busy    steps   tokens/step   generated   pushed MiB   pages"
     return [*rows, "", head, *_use_lines(told.workers)]
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from cbdisagg.config import ConfigError
 from cbdisagg.core.events import CoordinatorEvent, FromCoordinatorInbox
 from cbdisagg.messages import Finished, Generate, RequestId, unpack
-from cbdisagg.sim.workload import Ask, in_order, read_workload
+from cbdisagg.sim.workload import Ask, in_order, read_workload, shortened
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -66,7 +66,7 @@ def read_mooncake(data: bytes, source: str) -> list[Ask]:
         try:
             row = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: line {number}: {error}") from None
+            raise ConfigError(f"{source}: line {number}: {error}: {shortened(line)}") from None
         asks.append(Ask(row.timestamp / 1e3, row.output_length, row.input_length, prefix_blocks=row.hash_ids))
     return _from_zero(source, asks)
 

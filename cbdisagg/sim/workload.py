@@ -54,7 +54,7 @@ def read_workload(data: bytes, source: str) -> list[Ask]:
         try:
             ask = decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{source}: line {number}: {error}") from None
+            raise ConfigError(f"{source}: line {number}: {error}: {shortened(line)}") from None
         problem = _problem(ask)
         if problem:
             raise ConfigError(f"{source}: line {number}: {problem}")
@@ -62,6 +62,12 @@ def read_workload(data: bytes, source: str) -> list[Ask]:
     if not asks:
         raise ConfigError(f"{source}: it holds no request")
     return in_order(asks)
+
+
+def shortened(line: bytes) -> str:
+    """For a message about it."""
+    text = line.decode("utf-8", "replace").strip()
+    return text if len(text) <= 100 else f"{text[:100]} ..."
 
 
 def write_workload(asks: Iterable[Ask]) -> bytes:

@@ -105,7 +105,7 @@ def test_a_mooncake_trace_keeps_its_prefixes() -> None:
     assert [ask.arrival_s for ask in found] == [0.0, 2.0]
     one, other = (np.frombuffer(prompt, np.int32) for prompt in prompts(found))
     assert len(one) == 1030 and (one[:1024] == other[:1024]).all() and one[1024] != other[1024]
-    with pytest.raises(ConfigError, match=r"m\.jsonl: line 2: "):
+    with pytest.raises(ConfigError, match=r"m\.jsonl: line 2: Expected `.*`, got `str` - at `\$\..*`: \{.*\"x\""):
         read_requests(MOONCAKE.replace(b"2500", b'"x"'), "m.jsonl")
 
 
@@ -159,7 +159,9 @@ def test_lengths_read_as_they_are_written(text: str) -> None:
     assert str(parse_lengths(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "gauss:3", "exponential", "exponential:9:x", "1:2:3:4", "uniform:nan"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "0", "gauss:3", "exponential", "exponential:9:x", "1:2:3:4", "uniform:nan", "lognormal:300:299"]
+)
 def test_other_lengths_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"write a number|the mean must be"):
         parse_lengths(text)
