@@ -114,16 +114,18 @@ class Pace:
     # ------------------------------------------------------------------------------------------------- shares
 
     def urgency(self, request: Request, cost: CostModel, now: float, each_s: float) -> tuple[int, float, float, int]:
-        """A sort key: streams that were interrupted, by age; then least slack; those that will be late anyway last.
+        """A sort key: streams that were interrupted, by age; then the earliest deadline; who will be late anyway last.
 
-        Of these the latest comes first, measured by its own work (highest response ratio next, Brinch Hansen 1971): a
-        short one does not wait for the whole of a long one, and each one's turn comes. `each_s`: see `slack`.
+        Not the least slack: of two that have as much of it each would fall behind while the other is served, so that
+        they take turns and both are late. Of those that will be late anyway the latest comes first, measured by its own
+        work (highest response ratio next, Brinch Hansen 1971): a short one does not wait for the whole of a long one,
+        and each one's turn comes. `each_s`: see `slack`.
         """
         if request.first_token is not None:
             return (0, 0.0, *request.order)
         slack = self.slack(request, cost, now, each_s)
         if slack >= 0:
-            return (1, slack, *request.order)
+            return (1, self.deadline(request), *request.order)
         work_s = prefill_s(cost, request.remaining, request.planned, each_s)
         return (2, slack / work_s, *request.order)
 

@@ -79,11 +79,31 @@ def test_banked_slack_is_spent_on_prompts() -> None:
     assert chunks == sorted(chunks) and chunks[0] == 0 and chunks[-1] == 511
 
 
-def test_the_prompt_with_least_slack_goes_first_and_those_that_will_be_late_last() -> None:
+def test_the_prompt_with_the_earliest_deadline_goes_first_and_those_that_will_be_late_last() -> None:
     late, tight, easy = request(1, 300, age=5.0), request(2, 300, age=0.9), request(3, 300, age=0.2)
     stream = request(4, 10, drawn=20, first_age=0.9)
     assert list(PACE.shares([stream], [late, easy, tight], COST, NOW).chunks) == [2, 3]
     assert list(PACE.shares([], [late, easy, tight], COST, NOW).chunks.items()) == [(2, 300), (3, 212)]
+
+
+def test_of_prompts_that_cannot_all_be_in_time_one_is_rather_than_none() -> None:
+    """Steps of 20 ms hold some 70 tokens of prompts beside the stream, and the two are due in 0.12 and 0.15 s. By the
+    least slack they would take turns, for who is not served loses it, and both would be late.
+    """
+    first, second = request(1, 300, age=0.88), request(2, 600, age=0.85)
+    stream, now = request(3, 10, drawn=20, first_age=0.38, tpot_s=0.02), NOW
+    ended: dict[int, float] = {}
+    while len(ended) < 2:
+        prompts = [prompt for prompt in (first, second) if prompt.key not in ended]
+        shares = PACE.shares([stream], prompts, COST, now)
+        now += seconds([stream], prompts, shares)
+        stream.computed = stream.planned = stream.planned + 1
+        stream.tokens.append(2)
+        for prompt in prompts:
+            prompt.planned += shares.chunks.get(prompt.key, 0)
+            if not prompt.remaining:
+                ended[prompt.key] = now
+    assert ended[1] <= PACE.deadline(first) < PACE.deadline(second)
 
 
 def test_of_prompts_that_will_be_late_a_short_one_does_not_wait_for_the_whole_of_a_long_one() -> None:
