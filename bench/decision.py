@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, TypeAlias
 
 import typer
-from cbdisagg_bench.options import at_least, command, numbers
+from cbdisagg_bench.options import MANY_WORKERS, at_least, command, numbers
 from cbdisagg_bench.simulate_input import PROFILE, read_bytes
 from msgspec.structs import replace
 from rich import box
@@ -58,7 +58,7 @@ def decision(
     Example: cbdisagg bench decision --workers 16,100,1000
     """
     profile = parse_profile(read_bytes(PROFILE), str(PROFILE))
-    kinds = [(count, mode) for count in numbers("--workers", workers) for mode in ("split", "any")]
+    kinds = [(count, mode) for count in numbers("--workers", workers, MANY_WORKERS) for mode in ("split", "any")]
     timed: list[list[Quantiles]] = [[] for _ in kinds]
     for turn in range(runs):
         for found, (count, mode) in zip(timed, kinds, strict=True):

@@ -26,10 +26,10 @@ from cbdisagg_bench.goodput_grid import Cell, cells, fleet, verdict
 from cbdisagg_bench.goodput_report import summary, table, turned
 from cbdisagg_bench.goodput_workloads import FINER, TARGETS, WORKLOADS, Targets, Workload
 from cbdisagg_bench.options import (
+    MANY_WORKERS,
     PORTS,
     ROUNDS,
     SEEDS,
-    WORKERS,
     amounts,
     at_least,
     check_picture,
@@ -94,7 +94,7 @@ def goodput(
         list[Path] | None, typer.Option(help="What steps cost on each worker; repeatable. Default: an H200's, 8B.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(callback=at_least(2, WORKERS), help="Equal ones, shared out in every way.")
+        int, typer.Option(callback=at_least(2, MANY_WORKERS), help="Equal ones, shared out in every way.")
     ] = 3,
     kv_gb: Annotated[
         float, typer.Option(callback=at_least(1, 1_000), help="KV memory of each worker, in 10^9 bytes.")

@@ -9,7 +9,13 @@ from cbdisagg_bench.goodput_grid import DEADLINES, FLOOR, LEAST, LEFT, MEDIAN, C
 from rich import box
 from rich.table import Table
 
-SHORT = {"policy.rho": "rho", "policy.eta": "eta", "policy.gamma": "gamma", "scheduler.token_budget": "budget"}
+SHORT = {
+    "policy.rho": "rho",
+    "policy.eta": "eta",
+    "policy.gamma": "gamma",
+    "policy.catch_up": "catch up",
+    "scheduler.token_budget": "budget",
+}
 
 
 def summary(cell: Cell) -> dict[str, object]:

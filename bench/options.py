@@ -16,7 +16,7 @@ from cbdisagg.validate import RANGES
 
 MANY = 1_000_000
 """More of anything than that is a mistake: it would run for weeks, or not fit in memory."""
-WORKERS = 2_000
+MANY_WORKERS = 2_000
 """Of a simulation. Each knows all others, so memory and the start grow with the square: 2.5 GB and two minutes."""
 ROUNDS = 1_000
 THREADS = 1_024

@@ -1,21 +1,24 @@
 """A service that a benchmark starts for itself: its process, its address, and what it says when it cannot start.
 
 Knows one command line and one process; nothing of what the service does. Life cycle: started -> ready (it has printed
-its address) -> used -> SIGTERM -> gone, whatever the benchmark ends with.
+its address) -> used -> SIGTERM -> gone, whatever the benchmark ends with; on Linux also if that is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from cbdisagg.actors.life import die_with
 from cbdisagg.load import environment
 
 START_S = 180.0
@@ -49,6 +52,7 @@ async def running(
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             env=environment(TMPDIR=str(temporary)) if temporary is not None else None,
+            preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM) if sys.platform == "linux" else None,
         )
     try:
         url = await _address(process)

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from cbdisagg_bench.options import BURSTS, LINKS_GBPS, SEEDS, WORKERS, at_least, check_picture, command
+from cbdisagg_bench.options import BURSTS, LINKS_GBPS, MANY_WORKERS, SEEDS, at_least, check_picture, command
 from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_bytes, read_profile
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -130,8 +130,10 @@ def _workers(text: str) -> tuple[Workers, ...]:
     if not groups or count or "".join(f"{group.count}{_letter(group.role)}" for group in groups) != text.upper():
         raise typer.BadParameter(f"{text!r}: write numbers and letters, as 2P3D or 4A", param_hint="'--workers'")
     total = sum(group.count for group in groups)
-    if total > WORKERS:
-        raise typer.BadParameter(f"{text!r}: {total:,} workers; write at most {WORKERS:,}", param_hint="'--workers'")
+    if total > MANY_WORKERS:
+        raise typer.BadParameter(
+            f"{text!r}: {total:,} workers; write at most {MANY_WORKERS:,}", param_hint="'--workers'"
+        )
     return tuple(groups)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
-from cbdisagg_bench.options import BURSTS, SEEDS, TPOTS_MS, TTFTS_MS, WORKERS, at_least, check_place, command
+from cbdisagg_bench.options import BURSTS, MANY_WORKERS, SEEDS, TPOTS_MS, TTFTS_MS, at_least, check_place, command
 from cbdisagg_bench.progress import progress_bar
 from cbdisagg_bench.simulate_input import MADE, read_asks, read_profile
 from cbdisagg_bench.tune_config import Origin, as_toml
@@ -43,7 +43,7 @@ def tune(
     tpot_ms: Annotated[float, typer.Option(callback=at_least(*TPOTS_MS), help="Target for each later one.")],
     part: Annotated[float, typer.Option(help="Of the requests that is to meet both.")] = 0.9,
     workers: Annotated[
-        int, typer.Option(callback=at_least(0, WORKERS), help="How many; 0: as many as the config has.")
+        int, typer.Option(callback=at_least(0, MANY_WORKERS), help="How many; 0: as many as the config has.")
     ] = 0,
     profile: Annotated[Path | None, typer.Option(help="What steps cost; else the config's [profile] path.")] = None,
     config: Annotated[

@@ -73,6 +73,7 @@ class Row:
 def validity(
     config: Annotated[Path, typer.Argument(exists=True, help="TOML file, as for serve.")],
     profile: Annotated[Path, typer.Option(exists=True, help="Of this machine, by cbdisagg profile.")],
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
     requests: Annotated[int, typer.Option(callback=at_least(10), help="Of each run.")] = 100,
     runs: Annotated[int, typer.Option(callback=at_least(1, ROUNDS), help="How often each load is put on.")] = 3,
     prompts: Annotated[str, typer.Option(help="Lengths: 128, or exponential:128:512.")] = "exponential:128:512",
@@ -84,13 +85,14 @@ def validity(
 
     Example: cbdisagg bench validity configs/1p1d.toml --profile profile.json
     """
-    settings = load_config(config)
+    settings = load_config(config, set_ or [])
     costs = read_profile(settings, profile)
-    made = lengths("--prompts", prompts), lengths("--outputs", outputs)
-    loads = _loads(settings, costs, requests, made, seed)
+    both = lengths("--prompts", prompts), lengths("--outputs", outputs)
+    loads = _loads(settings, costs, requests, both, seed)
+    own = [*(set_ or []), f"profile.path={profile.resolve()}"]
     company = Company()
     try:
-        measured = asyncio.run(_measure(config, profile.resolve(), list(loads.values()), runs, seed))
+        measured = asyncio.run(_measure(config, own, list(loads.values()), runs, seed))
     except ServiceFailed as error:
         fail(str(error))
     company.end()
@@ -123,13 +125,13 @@ def _told(rows: Sequence[Row], each: Sequence[Each], company: Company, seed: int
 
 
 def _loads(
-    settings: Config, costs: Profile, count: int, lengths: tuple[Lengths, Lengths], seed: int
+    settings: Config, costs: Profile, count: int, both: tuple[Lengths, Lengths], seed: int
 ) -> dict[float, list[Ask]]:
-    """The requests of each load, by their rate per second."""
+    """The requests of each load, by their rate per second. `both`: lengths of prompts and answers."""
     open_queue = replace(settings, policy=replace(settings.policy, queue_limit=max(count, Policy().queue_limit)))
-    saturated = report(simulate(open_queue, costs, make_workload(count, 0.0, *lengths, seed))).requests_per_s
+    saturated = report(simulate(open_queue, costs, make_workload(count, 0.0, *both, seed))).requests_per_s
     rates = [round(part * saturated, 3) for part in PARTS]
-    return {rate: make_workload(count, rate, *lengths, seed) for rate in rates}
+    return {rate: make_workload(count, rate, *both, seed) for rate in rates}
 
 
 Figures = dict[tuple[str, str], float]
@@ -153,16 +155,16 @@ def predicted(outcome: Outcome) -> Figures:
 
 
 async def _measure(
-    config: Path, profile: Path, loads: Sequence[Sequence[Ask]], runs: int, seed: int
+    config: Path, own: Sequence[str], loads: Sequence[Sequence[Ask]], runs: int, seed: int
 ) -> list[list[Run]]:
     """For each load its runs. Loads take turns, so that a slow spell meets all; ids are always new.
 
-    The service decides by the same profile as the simulator's.
+    `own`: settings of the simulated service, whose profile it is to decide by too.
     """
     measured: list[list[Run]] = [[] for _ in loads]
     seeds = itertools.count(seed)
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
-        settings = (f"model.served_name={NAME}", f"profile.path={profile}", "debug.trace=true")
+        settings = (f"model.served_name={NAME}", "debug.trace=true", *own)
         log = Path(folder) / "stderr"
         options = ("--config", str(config), *(word for setting in settings for word in ("--set", setting)))
         async with running(NAME, options, log) as service:

@@ -91,12 +91,13 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     `rho`: a worker may be filled until its step takes this part of the TPOT target; 0: requests stay where they were
     prefilled. `eta`: a chunk rides in a step with decodes only if each second that it adds there saves at least so
     many seconds of prefill alone, which is about 1 on a CPU and 2 to 30 on a GPU; 0: always. `gamma`: token k of a
-    stream is due by gamma x TPOT x k after its first. `pin_prefill`, `pin_decode`: so many workers do nothing else.
-    aggregate and disaggregate set all of these but gamma.
+    stream is due by gamma x TPOT x k after its first. `catch_up`: a prompt may make a stream late by what that makes up
+    for within so many tokens. `pin_prefill`, `pin_decode`: so many workers do nothing else. aggregate and disaggregate
+    set all of these but gamma and catch_up.
 
     `admission`: who comes too late for the targets waits (queue), or is refused at once (early-reject).
-    `queue_limit`: requests that may wait for a worker before new ones get 429. `tuner`: choose rho, eta, gamma and pins
-    anew, from the requests that came, while serving. `suspect_s`: a worker with work and no
+    `queue_limit`: requests that may wait for a worker before new ones get 429. `tuner`: choose rho, eta, gamma,
+    catch_up and pins anew, from the requests that came, while serving. `suspect_s`: a worker with work and no
     progress for this long is replaced; `silent_s`: one, or a coordinator, that says nothing at all for this long.
     """
 
@@ -104,6 +105,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     rho: float = 0.9
     eta: float = 0.0
     gamma: float = 0.98
+    catch_up: int = 0
     pin_prefill: int = 0
     pin_decode: int = 0
     admission: Literal["queue", "early-reject"] = "queue"

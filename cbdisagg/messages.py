@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, NewType, TypeAlias, cast
 import msgspec
 from msgspec import Struct
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 Page = NewType("Page", int)
 Slot = NewType("Slot", int)
@@ -483,7 +483,8 @@ class Forecast(Struct, frozen=True, array_like=True):
     Prompts: `free_s` until the step that runs has ended; the next one may hold `chunk` tokens of them beside what
     decodes now, and takes `full_s` with all of these, be they none, `chunk_s[k]` with 2^k; further ones hold `steady`
     tokens, within the targets of what decodes, and take `token_s` for each. A prompt takes `square_s` x tokens^2 more;
-    what a first token takes beside waiting and steps is `first_s`.
+    what a first token takes beside waiting and steps is `first_s`. Where streams are late, `owed_s` passes with steps
+    of theirs before prompts are taken on again.
     """
 
     step_s: float = 0.0
@@ -499,6 +500,7 @@ class Forecast(Struct, frozen=True, array_like=True):
     token_s: float = 0.0
     square_s: float = 0.0
     first_s: float = 0.0
+    owed_s: float = 0.0
 
 
 class Load(Struct, frozen=True, tag=True):
@@ -569,6 +571,7 @@ class Knobs(Struct, frozen=True, array_like=True):
     gamma: float
     pin_prefill: int
     pin_decode: int
+    catch_up: int = 0
 
 
 class Steer(Struct, frozen=True, tag=True):

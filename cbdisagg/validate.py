@@ -31,6 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "policy.rho": (0, 10),
     "policy.eta": (0, 10),
     "policy.gamma": (0.1, 1),
+    "policy.catch_up": (0, 1 << 16),
     "policy.pin_prefill": (0, 1 << 16),
     "policy.pin_decode": (0, 1 << 16),
     "policy.queue_limit": (1, 1 << 20),

@@ -20,6 +20,7 @@ from typing import TypeAlias
 import msgspec
 
 from cbdisagg.actors.blame import Blame
+from cbdisagg.actors.cores import yield_soon
 from cbdisagg.actors.device_load import load_on_device
 from cbdisagg.actors.hands import EngineHands, Lanes
 from cbdisagg.actors.journal import Journal, journal_folder
@@ -189,6 +190,7 @@ class Worker:
         """In the thread that will compute: its affinity, its OpenMP team and the model's memory belong together."""
         if self._start.cpus:
             os.sched_setaffinity(0, self._start.cpus)  # 0: this thread; the loop and the sockets may run elsewhere
+            yield_soon()  # no other worker computes there
         try:
             loaded = self._loader(
                 self._start, self._config, self._mailbox.address, partial(self._from_thread, self._progress)

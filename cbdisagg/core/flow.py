@@ -33,8 +33,9 @@ class Flow:
         if len(streams) < 2:
             self._short = 0
             return None
-        soon = now + cost.sums_s(rows(streams))
-        self._short = self._short + 1 if min(pace.deadline(stream) for stream in streams) < soon else 0
+        step_s = cost.sums_s(rows(streams))
+        soon = now + step_s
+        self._short = self._short + 1 if min(pace.latest(stream, step_s) for stream in streams) < soon else 0
         if self._short < HOLD or now < self._quiet_until:
             return None
         self._short, self._quiet_until = 0, now + PAUSE_S

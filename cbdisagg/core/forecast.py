@@ -26,7 +26,9 @@ def forecast(
     alone = rows(streams)
     gain = pace.gain(alone.chunk(0, min(TYPICAL, pace.token_budget)), alone, cost) if streams else 1.0
     beside = alone if gain >= pace.eta else NOTHING  # what prompts share a step with
-    chunk, steady, each_s = _prompts(cost, pace, streams, alone, beside, starts) if streams else _alone(cost, pace)
+    chunk, owed_s, steady, each_s = (
+        _prompts(cost, pace, streams, alone, beside, starts) if streams else _alone(cost, pace)
+    )
     return Forecast(
         step_s=step_s,
         row_s=(cost.sums_s(full.rows(_FEW, 0)) - step_s) / _FEW,
@@ -36,6 +38,7 @@ def forecast(
         free_s=starts - now,
         chunk=chunk,
         full_s=cost.sums_s(_with(beside, chunk) if chunk else alone),
+        owed_s=owed_s,
         chunk_s=tuple(cost.sums_s(_with(beside, 1 << k)) for k in range((pace.token_budget - 1).bit_length() + 1)),
         steady=steady,
         token_s=each_s,
@@ -50,7 +53,7 @@ def prompts_s(known: Forecast, tokens: int) -> float:
         return _chunk_s(known.chunk_s, tokens)
     steps, rest = divmod(tokens - known.chunk, known.steady)
     last_s = max(rest * known.token_s, _chunk_s(known.chunk_s, rest)) if rest else 0.0
-    return known.full_s + steps * known.steady * known.token_s + last_s
+    return known.full_s + known.owed_s + steps * known.steady * known.token_s + last_s
 
 
 def prompts_before(
@@ -87,15 +90,16 @@ def _with(beside: Sums, tokens: int) -> Sums:
     return beside._replace(tokens=beside.tokens + tokens, prefills=True)
 
 
-def _alone(cost: CostModel, pace: Pace) -> tuple[int, int, float]:
-    return pace.token_budget, pace.token_budget, token_s(cost, pace.token_budget)
+def _alone(cost: CostModel, pace: Pace) -> tuple[int, float, int, float]:
+    return pace.token_budget, 0.0, pace.token_budget, token_s(cost, pace.token_budget)
 
 
 def _prompts(
     cost: CostModel, pace: Pace, streams: Sequence[Request], alone: Sums, beside: Sums, starts: float
-) -> tuple[int, int, float]:
-    """How many tokens the next step may hold, how many further ones, and the seconds for each of these: in steps that
-    take as long as keeps the tightest stream in time, once what streams have banked is spent.
+) -> tuple[int, float, int, float]:
+    """How many tokens the next step may hold, what streams that are late take after it, how many tokens further steps
+    may hold, and the seconds for each of these: in steps that take as long as keeps the tightest stream in time, once
+    what streams have banked is spent.
     """
     alone_s = cost.sums_s(alone)
     each_s = pace.gamma * min(stream.spec.targets.tpot_s for stream in streams)
@@ -106,8 +110,11 @@ def _prompts(
     chunk = chunk if chunk >= least else 0
     if not beside.decodes:
         spare = 1.0 - alone_s / each_s  # the part of the time that steps of prompts alone can have
-        return chunk, room, token_s(cost, pace.token_budget) / max(spare, 0.02)
+        return chunk, 0.0, room, token_s(cost, pace.token_budget) / max(spare, 0.02)
     steady = cost.chunk_within(beside, 0, room, each_s)
     if steady < least:  # one page for the patient
-        return chunk, least, (PATIENCE + 1) * alone_s / least
-    return chunk, steady, cost.sums_s(beside.chunk(0, steady)) / steady
+        return chunk, 0.0, least, (PATIENCE + 1) * alone_s / least
+    gain_s, owed_s = each_s - alone_s, 0.0
+    if not chunk and gain_s > 0:  # after so many steps, the next one not counted, a chunk of `steady` is in time
+        owed_s = max(0.0, (each_s - banked_s) / gain_s - 1) * alone_s
+    return chunk, owed_s, steady, cost.sums_s(beside.chunk(0, steady)) / steady

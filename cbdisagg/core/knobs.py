@@ -28,7 +28,7 @@ def configured(config: Config) -> Knobs:
     `disaggregate` pins every worker: as `pin_prefill` and `pin_decode` say, else by role, else half to each phase.
     """
     policy = config.policy
-    knobs = Knobs(policy.rho, policy.eta, policy.gamma, policy.pin_prefill, policy.pin_decode)
+    knobs = Knobs(*(getattr(policy, name) for name in Knobs.__struct_fields__))
     if policy.mode == "aggregate":
         return replace(knobs, rho=0.0, eta=0.0, pin_prefill=0, pin_decode=0)
     if policy.mode == "disaggregate":

@@ -3,7 +3,9 @@
 Every token has a deadline: the first one arrival + TTFT, token k + 1 gamma x TPOT x k after the first. A stream that
 has been faster has banked slack, which is spent on prompts: a chunk is the largest whose step ends before the next
 token of any stream is due. A stream that keeps its deadlines keeps its TPOT however long its answer gets, so no length
-is guessed. All instants are on this worker's clock: ages travel, not clocks, so deadlines outlive moves and crashes.
+is guessed. With `catch_up` its next token may be late by what it makes up for within a few more: its mean is what
+counts, and prompts need not wait whenever a stream has just begun and banked nothing; but an answer that ends before
+that is late. All instants are on this worker's clock: ages travel, not clocks, so deadlines outlive moves and crashes.
 The first token starts the clock: one that comes from another worker in the middle of a step may wait for the end.
 
 A stream that lost its pages, with its worker or to an older one, is computed anew before all others: its client waits
@@ -14,6 +16,7 @@ Nobody starves: the oldest prompt that was passed over for PATIENCE steps gets a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,13 +40,16 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`gap_s`: no gap between two tokens of a stream is to be longer; 0: only their mean counts."""
+    """`gap_s`: no gap between two tokens of a stream is to be longer; 0: only their mean counts. `catch_up`: a prompt
+    may make a stream late by what that makes up for within so many tokens.
+    """
 
     gamma: float
     eta: float
     token_budget: int
     page_size: int
     gap_s: float = 0.0
+    catch_up: int = 0
 
     # -------------------------------------------------------------------------------------------- deadlines
 
@@ -53,10 +59,13 @@ class Pace:
         if request.first_token is None:
             return request.arrival + targets.ttft_s
         drawn = len(request.tokens) - request.prompt_len + request.draws_in_flight
-        due = request.first_token + self.gamma * targets.tpot_s * drawn
-        if self.gap_s and request.last_token is not None:
-            due = min(due, request.last_token + self.gap_s * (1 + request.draws_in_flight))
-        return due
+        return min(request.first_token + self.gamma * targets.tpot_s * drawn, self._gap_ends(request))
+
+    def _gap_ends(self, request: Request) -> float:
+        """When its next token has to come, whatever the mean of the gaps."""
+        if not self.gap_s or request.last_token is None:
+            return math.inf
+        return request.last_token + self.gap_s * (1 + request.draws_in_flight)
 
     def slack(self, request: Request, cost: CostModel, now: float, each_s: float) -> float:
         """Seconds that a prompt can still wait; below 0: its token will be late whatever is done.
@@ -65,21 +74,29 @@ class Pace:
         """
         return self.deadline(request) - now - prefill_s(cost, request.remaining, request.planned, each_s)
 
-    def protected(self, stream: Request, step_s: float, start: float) -> float:
-        """When its next token has to come: its deadline, unless it can never catch up with that.
+    def latest(self, stream: Request, step_s: float) -> float:
+        """Its deadline, and by how much its next token may be later: what `catch_up` tokens after that make up for."""
+        later = min(self.catch_up, _left(stream) - 1)
+        late_s = max(0.0, later * self._gain_s(stream, step_s))
+        return min(self.deadline(stream) + late_s, self._gap_ends(stream))
 
-        Each step without prompts gains gamma x TPOT - `step_s`; it may do so until its longest possible end.
-        """
+    def protected(self, stream: Request, step_s: float, start: float) -> float:
+        """When its next token has to come: its deadline, unless it can never catch up with that."""
         due = self.deadline(stream)
-        late = start + step_s - due
-        if late <= 0:
-            return due
-        tpot_s = stream.spec.targets.tpot_s
-        left = stream.limit - len(stream.tokens) - stream.draws_in_flight
-        if late <= left * (self.gamma * tpot_s - step_s):
+        late_s = start + step_s - due
+        if late_s <= 0 or late_s <= _left(stream) * self._gain_s(stream, step_s):
             return due
         last = stream.last_token if stream.last_token is not None else start
-        return last + LATE_GAP * max(tpot_s, step_s)
+        return last + LATE_GAP * max(stream.spec.targets.tpot_s, step_s)
+
+    def _bound(self, stream: Request, step_s: float, start: float) -> float:
+        """The instant by which a step with prompts has to end for its sake."""
+        due = self.protected(stream, step_s, start)
+        return max(due, self.latest(stream, step_s)) if self.catch_up else due
+
+    def _gain_s(self, stream: Request, step_s: float) -> float:
+        """What it makes up for with each step without prompts. It has these until its longest possible end."""
+        return self.gamma * stream.spec.targets.tpot_s - step_s
 
     def first_waits(self, request: Request, now: float, ends: float, step_s: float) -> bool:
         """Whether its first token, which a prefill worker has drawn, is told when the step that runs here `ends`.
@@ -97,16 +114,18 @@ class Pace:
     # ------------------------------------------------------------------------------------------------- shares
 
     def urgency(self, request: Request, cost: CostModel, now: float, each_s: float) -> tuple[int, float, float, int]:
-        """A sort key: streams that were interrupted, by age; then least slack; those that will be late anyway last.
+        """A sort key: streams that were interrupted, by age; then the earliest deadline; who will be late anyway last.
 
-        Of these the latest comes first, measured by its own work (highest response ratio next, Brinch Hansen 1971): a
-        short one does not wait for the whole of a long one, and each one's turn comes. `each_s`: see `slack`.
+        Not the least slack: of two that have as much of it each would fall behind while the other is served, so that
+        they take turns and both are late. Of those that will be late anyway the latest comes first, measured by its own
+        work (highest response ratio next, Brinch Hansen 1971): a short one does not wait for the whole of a long one,
+        and each one's turn comes. `each_s`: see `slack`.
         """
         if request.first_token is not None:
             return (0, 0.0, *request.order)
         slack = self.slack(request, cost, now, each_s)
         if slack >= 0:
-            return (1, slack, *request.order)
+            return (1, self.deadline(request), *request.order)
         work_s = prefill_s(cost, request.remaining, request.planned, each_s)
         return (2, slack / work_s, *request.order)
 
@@ -123,7 +142,7 @@ class Pace:
             return Shares(self._with_the_patient(_fill(order, room), prompts, room))
         alone = rows(streams)
         alone_s = cost.sums_s(alone)
-        ends = min(self.protected(stream, alone_s, now) for stream in streams)
+        ends = min(self._bound(stream, alone_s, now) for stream in streams)
         chunks, mixed = self._within(order, alone, room, ends - now, cost)
         if chunks and self.eta and self.gain(mixed, alone, cost) < self.eta:
             chunks, _ = self._within(order, NOTHING, self.token_budget, ends - now - alone_s, cost)
@@ -169,6 +188,11 @@ class Pace:
         """The oldest prompt, if it has waited long enough to be served in any case, and is not."""
         oldest = min(prompts, key=lambda prompt: prompt.order)
         return oldest if oldest.passed >= PATIENCE and oldest.key not in chunks else None
+
+
+def _left(stream: Request) -> int:
+    """Tokens that it can still draw, at most."""
+    return stream.limit - len(stream.tokens) - stream.draws_in_flight
 
 
 def late_for_good(gap_s: float, due_s: float, step_s: float, later: int) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from cbdisagg.core.forecast import prompts_before, prompts_s
@@ -26,6 +27,8 @@ GRID_S = 0.005
 """Predictions closer than this are equal: the load then decides."""
 DOUBT = 0.2
 """By this part longer than predicted a prompt may wait for others. What it takes itself is known better."""
+SHOWN = 3
+"""So many of the routes that were not taken are told, if there are as many."""
 GAIN = 0.8
 """A running request moves only to a worker whose step with it takes at most this part of the step that it leaves."""
 
@@ -60,7 +63,8 @@ class View:
     `pin`: the only phase that it does; "any": both. `sequences`: that it has taken, running or waiting; `streams`: that
     decode now. `place_s`: until a sequence has ended whose place a new one takes. `free_at`: from when on the
     `queued_tokens` of prompts are computed, in `queued_s`; `busy_to`: when the first step with some of them ends.
-    `step_s`: a step with all sequences and one more, but for its context. `room`: tokens of KV.
+    `step_s`: a step with all sequences and one more, but for its context. `room`: tokens of KV. `packing`: a sort key,
+    who decodes what others prefill rather than this one.
     """
 
     address: Address
@@ -77,6 +81,7 @@ class View:
     busy_to: float
     step_s: float
     room: int
+    packing: tuple[bool, bool, float]
 
     def ttft_s(self, tokens: int, cached: int, now: float) -> float:
         """Until the first token of a prompt of which so many are cached here: from the next step on that has a place.
@@ -117,6 +122,14 @@ class View:
             sequences,
         )
 
+    def keeps(self, wanted: Wanted, rho: float) -> bool:
+        """It has a place, and its steps take at most `rho` of the tightest TPOT, with this request in them (`seat`)."""
+        tokens, known = wanted.tokens, self.forecast
+        step_s, tightest_s = self.step_s + known.context_s * tokens, known.tpot_s
+        if step_s > rho * wanted.tpot_s or (tightest_s > 0 and step_s > rho * tightest_s):
+            return False
+        return self.sequences < self.max_batch and tokens <= self.room
+
 
 def look(
     address: Address,
@@ -140,6 +153,7 @@ def look(
     known = sequences - unseen
     joining = unseen + (1 if known else 0)  # a forecast for nobody is one for a first sequence
     queued_s = prompts_s(forecast, queued_tokens)
+    step_s = forecast.step_s + joining * forecast.row_s
     return View(
         address=address,
         role=role,
@@ -153,8 +167,9 @@ def look(
         place_s=lacking * between_ends_s,
         free_at=free_at,
         busy_to=free_at + min(queued_s, forecast.full_s),
-        step_s=forecast.step_s + joining * forecast.row_s,
+        step_s=step_s,
         room=room,
+        packing=(pin != "decode", role == "prefill", -step_s),
     )
 
 
@@ -180,8 +195,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Those on whom a decision may fall, by address; tokens of the prompt that some have; the ways between them; the
-    instant.
+    """Those on whom a decision may fall, in order of address; tokens of the prompt that some have; the ways between
+    them; the instant.
 
     `links`: by decode, then by prefill worker, of more than these perhaps.
     """
@@ -196,7 +211,7 @@ class Sight:
 
 
 class Decision(NamedTuple):
-    """A route, why it was taken, and what is predicted for it. `others`: the best route of each other prefill worker.
+    """A route, why it was taken, and what is predicted for it. `others`: of those not taken, the best.
 
     `step_s`: a step of the decode worker with the request in it, `limit_s`: the tightest TPOT there. `load`: the
     sequences that it has. `idle`: nobody else is there, so nothing will ever be better.
@@ -223,44 +238,51 @@ class Decision(NamedTuple):
         return self.step_s > self.limit_s or not self.fits
 
 
+class Way(NamedTuple):
+    """A route that is possible. `first_s`: until the prefill worker has the first token; `link`: to another worker."""
+
+    first_s: float
+    prefill: View
+    decode: View
+    link: Link | None
+    reason: str
+
+
+_by_first_token, _by_packing = attrgetter("first_s"), attrgetter("packing")
+
+
 def route(sight: Sight, knobs: Knobs, wanted: Wanted) -> Decision:
-    """The workers for one request. `sight` holds at least one; ties go to the smaller load, then to the name."""
+    """The workers for one request. `sight` holds at least one; ties go to the smaller load, then to the name.
+
+    Routes are looked at in the order in which their prefills would be done, until no further one can be better.
+    """
     views = sight.views
     prefillers = [view for view in views if view.pin != "decode"] or views
-    if wanted.max_tokens == 1:
-        return _best([_stay(view, view.seat(wanted), sight, wanted, "one-token") for view in prefillers])
     decoders = [view for view in views if view.pin != "prefill"] or views
-    seats = {id(view): view.seat(wanted) for view in views}
-    good = _packed(decoders, seats, knobs.rho)
-    fine = {id(view) for view in good}
-    roles = any(view.role != "prefill" for view in good), any(view.role != "prefill" for view in decoders)
-    least: list[View] = []
-    options: list[Decision] = []
-    for view in prefillers:
-        is_fine = id(view) in fine
-        others_decode = roles[0] if is_fine else roles[1]
-        why_not = _why_not_local(view, is_fine, others_decode, good, knobs)
-        if not why_not:
-            reason = "cached" if sight.cached.get(view.address) else "faster"
-            options.append(_stay(view, seats[id(view)], sight, wanted, reason))
-            continue
-        if view.role == "decode" and view.pin == "any" and len(prefillers) > 1:
-            continue  # it prefills what it decodes, and nothing else
-        way = _way_to(view, good, sight)
-        if way is None and why_not == "packed":
-            options.append(_stay(view, seats[id(view)], sight, wanted, "overload"))
-            continue
-        if way is None:
-            least = least or _least_loaded(decoders, seats)
-            way = _way_to(view, least, sight)
-        if way is not None:
-            decode, link = way
-            options.append(_hand_over(view, decode, seats[id(decode)], link, sight, wanted, why_not, knobs.gamma))
-        elif view.pin != "prefill":
-            options.append(_stay(view, seats[id(view)], sight, wanted, "no-way"))
-    if not options:  # nobody who prefills reaches anybody who decodes
-        options = [_stay(view, seats[id(view)], sight, wanted, "no-way") for view in decoders]
-    return _best(options)
+    if wanted.max_tokens == 1:
+        ways = [Way(sight.ttft_s(view, wanted.tokens), view, view, None, "one-token") for view in prefillers]
+    else:
+        ways = _ways(prefillers, decoders, sight, knobs, wanted)
+    ways.sort(key=_by_first_token)
+    best, rank = None, (True, 0)
+    others: list[Decision] = []
+    for way in ways:
+        if best is not None and len(others) >= SHOWN and not rank[0] and round(way.first_s / GRID_S) > rank[1]:
+            break
+        option = _decide(way, sight, wanted, knobs.gamma)
+        its_rank = _rank(option)
+        if best is None:
+            best, rank = option, its_rank
+        elif its_rank < rank or (its_rank == rank and _tie(option) < _tie(best)):
+            others.append(best)
+            best, rank = option, its_rank
+        else:
+            others.append(option)
+    assert best is not None
+    reason = best.reason
+    if reason == "faster" and all(way.link is None for way in ways):
+        reason = "colocated"
+    return best._replace(reason=reason, others=tuple(others))
 
 
 def move_target(sight: Sight, source: Address) -> Address | None:
@@ -289,9 +311,8 @@ def relief(sight: Sight, source: Address, knobs: Knobs, wanted: Wanted) -> Decis
         return None
     stays = Decision(source, source, "stays", 0.0, here.forecast.step_s, here.seat(wanted).limit_s)
     others = [view for view in sight.views if view.pin != "prefill" and view.address != source]
-    seats = {id(view): view.seat(wanted) for view in others}
-    for view in _packed(others, seats, knobs.rho):
-        seat = seats[id(view)]
+    for view in _packed(others, wanted, knobs.rho):
+        seat = view.seat(wanted)
         if seat.step_s <= GAIN * stays.step_s and source in sight.links.get(view.address, {}):
             return Decision(source, view.address, "relief", 0.0, *seat, others=(stays,))
     return None
@@ -318,7 +339,7 @@ def refusal(
 
 def explain(decision: Decision, wanted: Wanted) -> str:
     """One line for a reader: the route, the predictions for it, and the best of what was not taken."""
-    others = sorted(decision.others, key=lambda other: other.ttft_s)[:3]
+    others = sorted(decision.others, key=lambda other: other.ttft_s)[:SHOWN]
     taken = f"{_way(decision)} ({decision.reason}) for {wanted.tokens} + {wanted.max_tokens} tokens"
     targets = f"targets {wanted.ttft_s:.3g} s, {wanted.tpot_s * 1e3:.3g} ms"
     rest = "; ".join(f"{_way(other)} {_chances(other)}" for other in others)
@@ -353,21 +374,21 @@ def _why_not_local(view: View, is_fine: bool, others_decode: bool, good: Sequenc
     return "unpaid" if view.forecast.tpot_s and view.forecast.gain < knobs.eta else ""
 
 
-def _packed(decoders: Sequence[View], seats: Mapping[int, Seat], rho: float) -> list[View]:
+def _packed(decoders: Sequence[View], wanted: Wanted, rho: float) -> list[View]:
     """Those that can decode it well: those pinned to it, then the most loaded. One of role prefill if no other can."""
-    if not rho:
-        return []
-    good = []
-    for view in decoders:
-        step_s, limit_s, fits, _ = seats[id(view)]
-        if fits and step_s <= rho * limit_s:
-            good.append(view)
-    return sorted(good, key=lambda view: (view.pin != "decode", view.role == "prefill", -view.step_s, view.address))
+    good = [view for view in decoders if view.keeps(wanted, rho)] if rho else []
+    good.sort(key=_by_packing)
+    return good
 
 
-def _least_loaded(decoders: Sequence[View], seats: Mapping[int, Seat]) -> list[View]:
-    able = [view for view in decoders if view.role != "prefill"] or decoders
-    return sorted(able, key=lambda view: (not seats[id(view)].fits, seats[id(view)].step_s, view.address))
+def _least_loaded(decoders: Sequence[View], wanted: Wanted) -> list[View]:
+    able = [view for view in decoders if view.role != "prefill"] or list(decoders)
+
+    def full(view: View) -> tuple[bool, float, Address]:
+        seat = view.seat(wanted)
+        return not seat.fits, seat.step_s, view.address
+
+    return sorted(able, key=full)
 
 
 def _way_to(prefill: View, decoders: Sequence[View], sight: Sight) -> tuple[View, Link] | None:
@@ -380,17 +401,52 @@ def _way_to(prefill: View, decoders: Sequence[View], sight: Sight) -> tuple[View
     return None
 
 
-def _stay(view: View, seat: Seat, sight: Sight, wanted: Wanted, reason: str) -> Decision:
-    return Decision(view.address, view.address, reason, sight.ttft_s(view, wanted.tokens), *seat, view.idle)
+def _ways(
+    prefillers: Sequence[View], decoders: Sequence[View], sight: Sight, knobs: Knobs, wanted: Wanted
+) -> list[Way]:
+    """For each that may prefill it, where it would decode then."""
+    tokens = wanted.tokens
+    good = _packed(decoders, wanted, knobs.rho)
+    fine = {id(view) for view in good}  # views are equal if all that is in them is, which takes long to see
+    roles = any(view.role != "prefill" for view in good), any(view.role != "prefill" for view in decoders)
+    least: list[View] = []
+    ways: list[Way] = []
+    for view in prefillers:
+        is_fine = id(view) in fine
+        others_decode = roles[0] if is_fine else roles[1]
+        why_not = _why_not_local(view, is_fine, others_decode, good, knobs)
+        if not why_not:
+            reason = "cached" if sight.cached.get(view.address) else "faster"
+            ways.append(Way(sight.ttft_s(view, tokens), view, view, None, reason))
+            continue
+        if view.role == "decode" and view.pin == "any" and len(prefillers) > 1:
+            continue  # it prefills what it decodes, and nothing else
+        to = _way_to(view, good, sight)
+        if to is None and why_not == "packed":
+            ways.append(Way(sight.ttft_s(view, tokens), view, view, None, "overload"))
+            continue
+        if to is None:
+            least = least or _least_loaded(decoders, wanted)
+            to = _way_to(view, least, sight)
+        if to is not None:
+            ways.append(Way(sight.ttft_s(view, tokens), view, *to, why_not))
+        elif view.pin != "prefill":
+            ways.append(Way(sight.ttft_s(view, tokens), view, view, None, "no-way"))
+    if not ways:  # nobody who prefills reaches anybody who decodes
+        ways = [Way(sight.ttft_s(view, tokens), view, view, None, "no-way") for view in decoders]
+    return ways
 
 
-def _hand_over(
-    prefill: View, decode: View, seat: Seat, link: Link, sight: Sight, wanted: Wanted, reason: str, gamma: float
-) -> Decision:
-    """What the decode worker lacks goes over the link; its place there is reserved before the prefill starts."""
+def _decide(way: Way, sight: Sight, wanted: Wanted, gamma: float) -> Decision:
+    """What is predicted of it. What the decode worker lacks goes over the link; its place there is reserved before the
+    prefill starts.
+    """
+    ttft_s, prefill, decode, link, reason = way
+    seat = decode.seat(wanted)
+    if link is None:
+        return Decision(prefill.address, prefill.address, reason, ttft_s, *seat, prefill.idle)
     missing = max(1, wanted.tokens - sight.cached.get(decode.address, 0))
-    pushed_s = link.seconds(missing, missing * prefill.forecast.token_s)
-    ttft_s = decode.place_s + sight.ttft_s(prefill, wanted.tokens) + pushed_s
+    ttft_s = decode.place_s + ttft_s + link.seconds(missing, missing * prefill.forecast.token_s)
     busy_s = decode.busy_to + decode.forecast.first_s - sight.now
     if ttft_s < busy_s:
         ttft_s = _held_s(ttft_s, busy_s, decode, seat.step_s, wanted, gamma)
@@ -408,18 +464,6 @@ def _held_s(ttft_s: float, busy_s: float, decode: View, step_s: float, wanted: W
     due_s = gamma * wanted.tpot_s
     held = late_for_good(ends_s + step_s - ttft_s, due_s, step_s, wanted.max_tokens - 2)
     return ends_s if held and ends_s <= wanted.ttft_s else ttft_s
-
-
-def _best(options: Sequence[Decision]) -> Decision:
-    best, first = options[0], _rank(options[0])
-    for option in options[1:]:
-        rank = _rank(option)
-        if rank < first or (rank == first and _tie(option) < _tie(best)):
-            best, first = option, rank
-    reason = best.reason
-    if reason == "faster" and all(option.kind == "local" for option in options):
-        reason = "colocated"
-    return best._replace(reason=reason, others=tuple([option for option in options if option is not best]))
 
 
 def _rank(option: Decision) -> tuple[bool, int]:

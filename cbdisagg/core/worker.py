@@ -495,7 +495,7 @@ class WorkerCore:
 
     def _pace(self, knobs: Knobs) -> Pace:
         scheduler, gap_s = self.config.scheduler, self.config.targets.gap_ms / 1e3
-        return Pace(knobs.gamma, knobs.eta, scheduler.token_budget, self.info.page_size, gap_s)
+        return Pace(knobs.gamma, knobs.eta, scheduler.token_budget, self.info.page_size, gap_s, knobs.catch_up)
 
     def _step_done(self, event: StepDone) -> None:
         checksums = dict(event.checksums)

@@ -38,7 +38,7 @@ GAIN = 0.03
 LOSS = 0.05
 """A turn is taken back if a greater part than this of the requests is no longer in time: less is chance."""
 TURNS = 60
-LIVE = tuple(knob for knob in KNOBS if knob.key in ("policy.rho", "policy.eta", "policy.gamma"))
+LIVE = tuple(knob for knob in KNOBS if knob.key.removeprefix("policy.") in Knobs.__struct_fields__)
 """What can be turned without a restart, beside the pins."""
 
 

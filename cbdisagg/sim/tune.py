@@ -47,6 +47,7 @@ says little: where that part falls by a tenth of a percent from one rung to the 
 """
 KNOBS = (
     Knob(ADMISSION, ("queue", "early-reject"), "whether a request that would be late is refused at once"),
+    Knob("policy.catch_up", (0, 8), "tokens within which a stream makes up for the time that a prompt took from it"),
     Knob("policy.rho", (0.0, 0.5, 0.7, 0.8, 0.9, 1.0), "how full a decode step may be, as a part of the TPOT target"),
     Knob("policy.eta", (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0), "what a mixed chunk must save of a step of its own"),
     Knob("policy.gamma", (0.9, 0.95, 0.98, 1.0), "each token's deadline, as a part of the TPOT target"),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import math
 import os
+import platform
 import re
+import struct
+import sys
 import threading
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from msgspec.structs import replace
 
 from cbdisagg.actors.backoff import BackOff, cause
 from cbdisagg.actors.children import Incarnations
-from cbdisagg.actors.cores import Cores, cpu_quota, usable_cores
+from cbdisagg.actors.cores import SCHED_SETATTR, Cores, cpu_quota, usable_cores, yield_soon
 from cbdisagg.actors.life import Life
 from cbdisagg.actors.placement import Spot, place_workers
 from cbdisagg.actors.reload import check_reload
@@ -69,6 +73,35 @@ PAIR = (Workers(role="prefill"), Workers(role="decode"))
 )
 def test_workers_share_the_cores(groups: tuple[Workers, ...], cores: list[int], spots: list[Spot]) -> None:
     assert place_workers(groups, Cores(tuple(cores), len(cores))) == spots
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="slices are Linux's")
+def test_a_thread_that_yields_soon_keeps_its_share_and_has_the_longest_slices() -> None:
+    """And those that it starts; nobody else in its process."""
+
+    def look() -> tuple[int, int, int]:
+        attributes = ctypes.create_string_buffer(64)
+        number = {"x86_64": 315, "aarch64": 275}[platform.machine()]  # sched_getattr
+        assert ctypes.CDLL(None).syscall(number, 0, attributes, len(attributes), 0) == 0
+        _, policy, _, nice, _, slice_ns = struct.unpack_from("=IIQiIQ", attributes)
+        return policy, nice, slice_ns
+
+    def compute() -> None:
+        yield_soon()
+        seen.append(look())
+        child = threading.Thread(target=lambda: seen.append(look()))
+        child.start()
+        child.join()
+
+    if platform.machine() not in SCHED_SETATTR:
+        pytest.skip("its numbers of system calls are not known")
+    before, seen = look(), list[tuple[int, int, int]]()
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert {each[:2] for each in seen} == {before[:2]} and look() == before
+    if tuple(int(part) for part in re.findall(r"\d+", platform.release())[:2]) >= (6, 12):
+        assert {each[2] for each in seen} == {100_000_000} != {before[2]}
 
 
 def test_more_threads_than_cores_are_not_pinned() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_pace import COST, NOW, PACE, request
 
 from cbdisagg.core.flow import HOLD, PAUSE_S, WORTH, Flow
+from cbdisagg.core.pace import Pace
 from cbdisagg.core.request import Request
 
 
-def ask(flow: Flow, streams: list[Request], now: float = NOW, times: int = HOLD) -> list[Request]:
-    found = [flow.pick(streams, PACE, COST, now) for _ in range(times)]
+def ask(flow: Flow, streams: list[Request], now: float = NOW, times: int = HOLD, pace: Pace = PACE) -> list[Request]:
+    found = [flow.pick(streams, pace, COST, now) for _ in range(times)]
     return [stream for stream in found if stream is not None]
 
 
@@ -25,6 +28,10 @@ def test_the_stream_with_most_banked_is_the_one_to_go_once_another_is_late() -> 
     assert not ask(Flow(), late(), times=HOLD - 1), "one late step is no overload"
     assert not ask(Flow(), late()[1:], times=3 * HOLD), "nobody is late"
     assert not ask(Flow(), late()[:1], times=3 * HOLD), "alone it would be late anywhere"
+
+
+def test_who_was_made_late_for_a_prompt_and_will_catch_up_asks_for_nothing() -> None:
+    assert not ask(Flow(), late(), times=3 * HOLD, pace=replace(PACE, catch_up=8))
 
 
 def test_it_is_not_asked_again_at_once() -> None:

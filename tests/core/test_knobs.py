@@ -17,9 +17,9 @@ def groups(prefill: int = 0, any: int = 0, decode: int = 0) -> tuple[Workers, ..
 
 
 def test_the_modes_are_the_two_ends_of_the_family() -> None:
-    policy = Policy(rho=0.7, eta=0.3, gamma=0.9)
-    assert configured(Config(policy=policy)) == Knobs(0.7, 0.3, 0.9, 0, 0)
-    assert configured(Config(policy=Policy("aggregate", 0.7, 0.3, 0.9))) == Knobs(0.0, 0.0, 0.9, 0, 0)
+    policy = Policy(rho=0.7, eta=0.3, gamma=0.9, catch_up=4)
+    assert configured(Config(policy=policy)) == Knobs(0.7, 0.3, 0.9, 0, 0, 4)
+    assert configured(Config(policy=Policy("aggregate", 0.7, 0.3, 0.9, 4))) == Knobs(0.0, 0.0, 0.9, 0, 0, 4)
     assert configured(Config(policy=Policy("disaggregate"))) == Knobs(0.0, NEVER_MIX, 0.98, 1, 1)
 
 

@@ -135,7 +135,7 @@ SCENARIOS = [
         setting(CROSSED, pages=3),
         asked("123", "22", "1", tokens=4),
         prompt=PROMPT,
-        floor=5_400,
+        floor=5_200,
     ),
     Scenario("api", setting(), TWO, {"api": 1}, floor=2_000),
     Scenario(

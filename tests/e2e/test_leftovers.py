@@ -71,6 +71,34 @@ def test_what_is_left_when_all_are_killed_at_once_does_not_add_up(
     assert left_behind(folder) == before
 
 
+STARTS_ONE = """
+import asyncio, sys
+from pathlib import Path
+from cbdisagg_bench.service import running
+
+async def main():
+    async with running("one", sys.argv[2:], Path(sys.argv[1]) / "errors", Path(sys.argv[1])) as service:
+        print(service.pid, flush=True)
+        await asyncio.sleep(300)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a service that who started it was killed")
+def test_a_killed_benchmark_takes_its_service_with_it(model: Path, config: Path, folder: Path) -> None:
+    options = ["--config", str(config), "--model", str(model)]
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTS_ONE, str(folder), *options], stdout=subprocess.PIPE, text=True
+    ) as benchmark:
+        assert benchmark.stdout is not None
+        service = psutil.Process(int(benchmark.stdout.readline()))
+        family = [service, *service.children(recursive=True)]
+        benchmark.kill()
+    assert len(family) > 4
+    assert not psutil.wait_procs(family, timeout=60)[1]
+
+
 @pytest.mark.parametrize("times", [1, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_a_killed_supervisor_takes_all_with_it(model: Path, config: Path, folder: Path, times: int) -> None:
     before = left_behind(folder)
