@@ -15,8 +15,8 @@ from cbdisagg.sim.arrivals import Lengths, parse_lengths
 
 ENORMOUS = 1e12
 """More than any option can sensibly be."""
-MANY_WORKERS = 10_000
-"""As many as are simulated in some minutes, and in a few GB."""
+MANY_WORKERS = 2_000
+"""Twice what is measured: time and memory of a start grow with their square (1,000 that all reach each other: 0.6 GB)."""
 
 
 def at_least(low: float, most: float = ENORMOUS) -> Callable[[float | list[int] | None], float | list[int] | None]:

@@ -62,5 +62,5 @@ def test_figures_as_json_and_refusals(capsys: pytest.CaptureFixture[str]) -> Non
     app(["--workers", "2", "--requests", "10", "--json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
     assert [(row["workers"], row["roles"]) for row in told["rows"]] == [(2, "split"), (2, "any")]
-    with pytest.raises(BadParameter, match="is not a number from 1 to 10,000"):
+    with pytest.raises(BadParameter, match="is not a number from 1 to 2,000"):
         app(["--workers", "0"], standalone_mode=False)

@@ -95,7 +95,7 @@ def test_who_refuses_everybody_says_why(capsys: pytest.CaptureFixture[str]) -> N
     [
         (("made",), "measure this machine: cbdisagg profile"),
         (("made", "--profile", PROFILE, "--workers", "2PD"), "as 2P3D or 4A"),
-        (("made", "--profile", PROFILE, "--workers", "9000P2000D"), "'9000P2000D': at most 10,000 together"),
+        (("made", "--profile", PROFILE, "--workers", "1900P200D"), "'1900P200D': at most 2,000 together"),
         (("made", "--profile", PROFILE, "--outputs", "some"), "Invalid value for '--outputs': 'some'"),
         (("made", "--profile", PROFILE, "--prompts", "uniform:9:8"), "Invalid value for '--prompts': 'uniform:9:8'"),
         (("made", "--profile", PROFILE, "--burst", "0"), "0.0 is not a number above 0"),

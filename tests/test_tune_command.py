@@ -125,7 +125,7 @@ def test_refusing_for_an_overload_is_given_as_the_reason() -> None:
         (("nowhere.csv", *GIVEN), "nowhere.csv: cannot be read: No such file"),
         (("made", *GIVEN, "--out", "/nowhere/tuned.toml"), "there is no folder /nowhere"),
         (("made", *GIVEN, "--outputs", "few"), "write a number"),
-        (("made", *GIVEN, "--workers", "10001"), "10001 is not a number from 0 to 10,000"),
+        (("made", *GIVEN, "--workers", "2001"), "2001 is not a number from 0 to 2,000"),
         (("made", "--ttft-ms", "0.1", "--tpot-ms", "0.1", "--profile", PROFILE, *SMALL), "no setting serves 90%"),
     ],
 )
