@@ -16,7 +16,7 @@ from cbdisagg.sim.arrivals import Lengths, parse_lengths
 ENORMOUS = 1e12
 """More than any option can sensibly be."""
 MANY_WORKERS = 2_000
-"""Twice what is measured: time and memory of a start grow with their square (1,000 that all reach each other: 0.6 GB)."""
+"""Where all reach each other, time and memory of a start grow with their square: 37 s and 0.6 GB for 1,000."""
 
 
 def at_least(low: float, most: float = ENORMOUS) -> Callable[[float | list[int] | None], float | list[int] | None]:
