@@ -17,7 +17,7 @@ from cbdisagg.validate import RANGES
 MANY = 1_000_000
 """More of anything than that is a mistake: it would run for weeks, or not fit in memory."""
 MANY_WORKERS = 2_000
-"""Of a simulation. Each knows all others, so memory and the start grow with the square: 2.5 GB and two minutes."""
+"""Where all reach each other, time and memory of a start grow with their square: 37 s and 0.6 GB for 1,000."""
 ROUNDS = 1_000
 THREADS = 1_024
 TOKENS = 1 << 24

@@ -1,4 +1,5 @@
-"""Which cores this process may run on, and how many of them it may keep busy: affinity mask and cgroup quota.
+"""Which cores this process may run on, how many of them it may keep busy (affinity mask and cgroup quota), and how a
+thread that computes shares its own with those that wake for a message.
 
 A container that was given two CPUs of sixty-four usually sees all sixty-four and a quota: threads beyond it only take
 turns, and each is stopped for the rest of a period once the quota is used up. Linux, cgroup versions 1 and 2; elsewhere

@@ -95,6 +95,15 @@ def test_beside_streams_it_takes_what_they_have_banked_and_then_what_they_leave(
     assert ahead == pytest.approx(taken, rel=0.15, abs=0.06), "a step with prompts in it is never longer than a TPOT"
 
 
+@given(st.integers(1, 600), st.lists(st.floats(-0.3, 0.3), max_size=3), st.floats(-0.3, 0.0))
+def test_late_streams_come_first_until_they_have_caught_up(tokens: int, banked_s: list[float], latest_s: float) -> None:
+    """Off by no more than a step of the TPOT: how far they are ahead when the first chunk comes is not looked at."""
+    streams = [request(n, 50, 100, each_s) for n, each_s in enumerate([*banked_s, latest_s])]
+    ahead = foretold(streams, tokens)
+    taken = take_steps(streams, request(99, tokens, 0, 0.0))
+    assert ahead == pytest.approx(taken, rel=0.15, abs=0.05)
+
+
 def test_the_more_streams_have_banked_the_sooner_a_prompt_is_done() -> None:
     streams = [[request(n, 50, 100, banked_s) for n in range(12)] for banked_s in (0.05, 0.1, 0.2, 0.4, 3.0)]
     seconds = [foretold(each, 400) for each in streams]

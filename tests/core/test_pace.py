@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import pytest
@@ -160,6 +161,14 @@ def test_a_stream_may_be_late_by_what_a_few_tokens_make_up_for() -> None:
     alone = COST.sums_s(rows([request(2, 10, drawn=20)]))
     assert took == [pytest.approx(0.02 + tokens * (0.05 - alone), abs=2e-3) for tokens in (0, 1)] + [took[2]]
     assert 0.15 < took[2] < 0.02 + 8 * (0.05 - alone)
+
+
+def test_the_last_token_of_a_stream_has_nothing_to_make_up_for_it() -> None:
+    """Whether it is to be drawn or is being drawn, and though steps are longer than the target."""
+    ended = request(1, 10, drawn=20, first_age=0.9, most=20)
+    for pace in (PACE, replace(PACE, catch_up=8)):
+        for step_s in (0.01, 0.2):
+            assert pace.latest(ended, step_s) == pace.deadline(ended)
 
 
 def test_nobody_is_made_late_who_ends_before_it_could_catch_up_nor_beyond_the_longest_gap() -> None:

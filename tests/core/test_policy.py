@@ -277,6 +277,15 @@ def test_whatever_the_knobs_a_route_names_those_who_may_and_a_way(
     assert all(grid(chosen.ttft_s) <= grid(other.ttft_s) for other in chosen.others if other.breaks == chosen.breaks)
 
 
+@given(states, wishes, st.floats(0, 1.5))
+def test_who_keeps_its_streams_in_time_has_such_a_seat(
+    numbers: tuple[int, int, float, int], wanted: Wanted, rho: float
+) -> None:
+    (view,) = fleet([numbers])
+    seat = view.seat(wanted)
+    assert view.keeps(wanted, rho) == (seat.fits and seat.step_s <= rho * seat.limit_s)
+
+
 @given(st.lists(st.tuples(states, pins), min_size=1, max_size=9), wishes, st.floats(0, 1.5))
 def test_routes_that_are_not_looked_at_are_no_better(
     numbers: list[tuple[tuple[int, int, float, int], Role]], wanted: Wanted, rho: float
