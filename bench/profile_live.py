@@ -34,9 +34,10 @@ from cbdisagg.load import print_config
 from cbdisagg.sim import workload
 
 NAME = "profiled"
-PROMPTS, PROMPT, APART_S = 30, 32, 0.2
-"""Prompts, their tokens (few: what is looked for is what a step does not take), and the time between two, which is long
-enough for each to be alone."""
+PROMPTS, PROMPT = 30, 32
+"""Prompts, and their tokens (few: what is looked for is what a step does not take)."""
+APART_S, APART_STEPS = 0.2, 3
+"""Between two of them: so long, and as long as so many of their steps, that each is alone on a slow machine too."""
 ONE, FEW = (1, 300), (8, 150)
 """Streams at once, and tokens of each."""
 IDLE_S = 2.0
@@ -69,6 +70,8 @@ async def measure_live(config: Config, worker: Workers, cost: CostModel, host: H
     """`cost`, `host`: of such a worker. Of the config only what its steps depend on counts: who may ask for what, pins
     and keys are those of another service. Raises ServiceFailed.
     """
+    alone_s = cost.step_s([Work(0, PROMPT, False)]) + host.step_s + host.token_s
+    apart_s = max(APART_S, APART_STEPS * alone_s)
     model = replace(config.model, served_name=NAME, max_len=0)
     alone = Config(model=model, workers=(worker,), kv=config.kv, scheduler=config.scheduler)
     with tempfile.TemporaryDirectory() as place:
@@ -80,11 +83,10 @@ async def measure_live(config: Config, worker: Workers, cost: CostModel, host: H
             before = others.seconds()
             await asyncio.sleep(IDLE_S)
             others.idle = (others.seconds() - before) / IDLE_S
-            firsts, single = await others.load(_prompts(PROMPTS, APART_S, 1), 1, bar)
+            firsts, single = await others.load(_prompts(PROMPTS, apart_s, 1), 1, bar)
             _, one = await others.load(_streams(*ONE), 2, bar)
             _, few = await others.load(_streams(*FEW), 3, bar)
     late = [answer.times[0] - answer.arrived for answer in firsts]
-    alone_s = cost.step_s([Work(0, PROMPT, False)]) + host.step_s + host.token_s
     message_s, token_s, request_s = divided((single, one, few))
     return Live(max(0.0, statistics.median(late) - alone_s), message_s, token_s, request_s)
 
