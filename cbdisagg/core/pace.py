@@ -76,6 +76,8 @@ class Pace:
 
     def latest(self, stream: Request, step_s: float) -> float:
         """Its deadline, and by how much its next token may be later: what `catch_up` tokens after that make up for."""
+        if not self.catch_up:
+            return self.deadline(stream)
         later = max(0, min(self.catch_up, _left(stream) - 1))
         late_s = later * max(0.0, self._gain_s(stream, step_s))
         return min(self.deadline(stream) + late_s, self._gap_ends(stream))

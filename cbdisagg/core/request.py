@@ -173,7 +173,8 @@ class Request:
     @property
     def decoding(self) -> bool:
         """Only its newest token is missing: each further step gives the client a token."""
-        return self.remaining == 1 and len(self.tokens) + self.draws_in_flight > self.prompt_len
+        known = len(self.tokens) + self.draws_in_flight
+        return known - self.planned == 1 and known > self.prompt_len
 
     @property
     def output(self) -> array[int]:

@@ -144,8 +144,10 @@ class Scheduler:
         """With mixed = false, decode and prefill take turns when both have work. A static batch goes in lockstep."""
         if self.batch is not None:
             return self.batch.lockstep(ready, self.running.values())
+        if self.limits.mixed:
+            return ready
         decoding = [request for request in ready if request.decoding]
-        if self.limits.mixed or not decoding or len(decoding) == len(ready):
+        if not decoding or len(decoding) == len(ready):
             return ready
         self._decode_turn = not self._decode_turn
         return decoding if self._decode_turn else [request for request in ready if not request.decoding]
