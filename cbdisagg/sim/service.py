@@ -61,13 +61,12 @@ class Coordinator:
         self.shell = Shell(self.core, self, clock, network, None, observer)
 
     def receive(self, sender: Address, message: Message) -> None:
-        before = self.core.decisions.copy() if isinstance(message, Generate | Return) else {}
+        before = self.core.decisions.copy()
         self.shell.handle(FromCoordinatorInbox(sender, message))  # type: ignore[arg-type]  # sent to a coordinator
         if isinstance(message, Generate | Return):
             id = message.id if isinstance(message, Generate) else message.request.id
-            for (kind, reason), count in self.core.decisions.items():
-                if count > before.get((kind, reason), 0):
-                    self._routed(id, f"{kind}: {reason}")
+            for (kind, reason), _ in self.core.decisions.items() - before.items():
+                self._routed(id, f"{kind}: {reason}")
 
 
 class Service:
