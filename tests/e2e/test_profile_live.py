@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 from cbdisagg_bench import profile_live
-from cbdisagg_bench.profile_live import measure_live
+from cbdisagg_bench.profile_live import APART_S, measure_live
 from cbdisagg_bench.service import ServiceFailed
+from msgspec.structs import replace
 from rich.progress import Progress
 
 from cbdisagg.config import Config, Http, Kv, Model, Policy, Workers
 from cbdisagg.core.cost import CostModel
 from cbdisagg.core.profile import Host
+from cbdisagg.sim import workload
 
 pytestmark = pytest.mark.e2e
 
@@ -34,6 +36,25 @@ async def test_a_service_adds_to_the_first_token_and_takes_time_of_cores_for_eac
     assert live.first_s > 0
     assert live.message_s + live.token_s > 0
     assert min(live.message_s, live.token_s, live.request_s) >= 0
+
+
+async def test_single_prompts_come_further_apart_than_each_takes(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for each other, and that would be taken for the service's own time."""
+    gaps: list[float] = []
+
+    def prompts(count: int, apart_s: float, outputs: int) -> list[workload.Ask]:
+        gaps.append(apart_s)
+        return [workload.Ask(0.0, outputs, 4)] * count
+
+    monkeypatch.setattr(profile_live, "_prompts", prompts)
+    for name, less in {"PROMPTS": 2, "IDLE_S": 0.1, "ONE": (1, 20), "FEW": (2, 20)}.items():
+        monkeypatch.setattr(profile_live, name, less)
+    config = Config(model=Model(path=str(tiny_model), dtype="float32", max_len=128), kv=Kv(pages=256))
+    for cost in (NO_TIME, replace(NO_TIME, h=2.0)):
+        await measure_live(config, Workers(threads=1), cost, Host(), Progress(disable=True))
+    assert gaps[1::2] == [APART_S, pytest.approx(6.0)]
 
 
 async def test_a_service_that_does_not_start_is_named(tmp_path: Path) -> None:
